@@ -1,0 +1,46 @@
+# `make train` and `make test` do everything on a fresh machine; both start by making .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help install train test test-gpu check format bench clean
+
+help:  ## List the targets.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP)  ## Make .venv with the package and its tools.
+
+# torch goes first and alone: resolved together with the rest, a machine without a GPU may get gigabytes of CUDA packages.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $(STAMP)
+
+train: install  ## Train the default preset (lift_ppo) and show the result.
+	$(BIN)/apexrl train lift_ppo
+
+test: install  ## Run the whole test suite.
+	$(BIN)/python -m pytest -n 2 tests
+
+test-gpu: install  ## Run the tests that need a CUDA device.
+	$(BIN)/python -m pytest -m gpu tests
+
+check: install  ## Lint, format check, types, layers.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install  ## Format and fix what can be fixed.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install  ## Compare with Stable-Baselines3 on HalfCheetah-v5 (about half an hour on two cores).
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
+	$(BIN)/python benchmarks/ppo_learning.py
+
+clean:  ## Remove the virtual environment and caches.
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,65 @@
+"""ApexRL: train robot policies with one rollout, one trainer and one batch for every algorithm."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from apexrl.agent import OnPolicyRunner as OnPolicyRunner
+    from apexrl.agent import Trainer as Trainer
+    from apexrl.agent import TrainingConfig as TrainingConfig
+    from apexrl.algorithms import PPO as PPO
+    from apexrl.algorithms import BaseAlgorithm as BaseAlgorithm
+    from apexrl.algorithms import PPOConfig as PPOConfig
+    from apexrl.collectors import BaseCollector as BaseCollector
+    from apexrl.collectors import SyncCollector as SyncCollector
+    from apexrl.config import Config as Config
+    from apexrl.config import load_config as load_config
+    from apexrl.envs import GymVecEnv as GymVecEnv
+    from apexrl.envs import RslVecEnv as RslVecEnv
+    from apexrl.envs import VecEnv as VecEnv
+    from apexrl.envs import check_env as check_env
+    from apexrl.envs import make_env as make_env
+    from apexrl.evaluation import EvaluationResult as EvaluationResult
+    from apexrl.evaluation import evaluate as evaluate
+    from apexrl.evaluation import record_video as record_video
+    from apexrl.metrics import EpisodeMetrics as EpisodeMetrics
+    from apexrl.metrics import MetricSpec as MetricSpec
+    from apexrl.metrics import aggregate_metrics as aggregate_metrics
+    from apexrl.metrics import get_metric_specs_from_env as get_metric_specs_from_env
+    from apexrl.models import MLPActor as MLPActor
+    from apexrl.models import MLPCritic as MLPCritic
+    from apexrl.policies import ActorCritic as ActorCritic
+    from apexrl.policies import Policy as Policy
+    from apexrl.policies import RecurrentActorCritic as RecurrentActorCritic
+    from apexrl.types import EnvStep as EnvStep
+    from apexrl.types import PolicyOutput as PolicyOutput
+
+__version__ = "0.1.0"
+
+# Names are imported when first used, so that `apexrl --help` does not wait for PyTorch.
+_HOME = {
+    "agent": ("OnPolicyRunner", "Trainer", "TrainingConfig"),
+    "algorithms": ("PPO", "BaseAlgorithm", "PPOConfig"),
+    "collectors": ("BaseCollector", "SyncCollector"),
+    "config": ("Config", "load_config"),
+    "envs": ("GymVecEnv", "RslVecEnv", "VecEnv", "check_env", "make_env"),
+    "evaluation": ("EvaluationResult", "evaluate", "record_video"),
+    "metrics": ("EpisodeMetrics", "MetricSpec", "aggregate_metrics", "get_metric_specs_from_env"),
+    "models": ("MLPActor", "MLPCritic"),
+    "policies": ("ActorCritic", "Policy", "RecurrentActorCritic"),
+    "types": ("EnvStep", "PolicyOutput"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+__all__ = sorted([*_MODULE_OF, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'apexrl' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"apexrl.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

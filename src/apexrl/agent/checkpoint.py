@@ -1,0 +1,122 @@
+"""Checkpoints: plain tensors and values, written atomically, read without executing anything."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from apexrl.errors import CheckpointError
+
+FORMAT = 1
+"""Version of the layout; a reader refuses newer ones and migrates older ones."""
+_NUMBERED = re.compile(r"iteration_(\d+)\.pt")
+
+
+def checkpoint_name(iteration: int) -> str:
+    """Name of the checkpoint after an iteration."""
+    return f"iteration_{iteration:06d}.pt"
+
+
+def save(path: Path, content: Mapping[str, Any]) -> None:
+    """Write to a temporary file, force it to the disk, and rename: a kill leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.part")
+    with temporary.open("wb") as file:
+        torch.save({"format": FORMAT, **content}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint onto the CPU. Only tensors and plain values are accepted; nothing in it can run.
+
+    Raises:
+        CheckpointError: when the file is missing, damaged, foreign, or of a newer version.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"There is no checkpoint at {path}.")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{path} is not a readable checkpoint (truncated, damaged, or not written by apexrl): {reason[:200]}"
+        ) from error
+    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+        raise CheckpointError(f"{path} was not written by apexrl: it has no format number.")
+    if content["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path} has checkpoint format {content['format']}; this version reads format {FORMAT}. Update apexrl."
+        )
+    return content
+
+
+def numbered(directory: Path) -> list[Path]:
+    """Return the numbered checkpoints of a directory, oldest first."""
+    found = [(int(match[1]), path) for path in directory.glob("*.pt") if (match := _NUMBERED.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def latest(directory: Path) -> Path:
+    """Return the newest numbered checkpoint of a directory."""
+    paths = numbered(directory)
+    if not paths:
+        raise CheckpointError(f"There is no checkpoint in {directory}; the run stopped before its first one.")
+    return paths[-1]
+
+
+def load_module(module: nn.Module, state: Mapping[str, Any], path: Path) -> None:
+    """Load parameters, or change nothing and name what does not fit."""
+    own = module.state_dict()
+    problems = [f"'{name}' is missing" for name in own if name not in state]
+    problems += [f"'{name}' is unknown" for name in state if name not in own]
+    problems += [
+        f"'{name}' is {list(state[name].shape)} in the checkpoint and {list(value.shape)} here"
+        for name, value in own.items()
+        if name in state and state[name].shape != value.shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(
+            f"{path} does not fit this policy: {'; '.join(problems[:3])}{more}. "
+            "Use the task and the policy section that it was trained with."
+        )
+    module.load_state_dict(state)
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of every global random generator."""
+    version, numbers, gauss = random.getstate()
+    mersenne: Any = np.random.get_state(legacy=True)
+    _, keys, position, has_gauss, cached = mersenne
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": [version, list(numbers), gauss],
+        "numpy": [torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Continue every global random generator from ``rng_state``."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))

@@ -1,0 +1,172 @@
+"""A trainer made from actor and critic classes, or from a ready-made agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from apexrl.agent.trainer import Trainer, TrainingConfig
+from apexrl.algorithms import ALGORITHMS, BaseAlgorithm
+from apexrl.collectors.sync import add_values
+from apexrl.envs import VecEnv, as_vec_env
+from apexrl.errors import ConfigError, did_you_mean
+from apexrl.evaluation import StepRows, extend_rows
+from apexrl.loggers import JsonlLogger, Logger, TensorBoardLogger
+from apexrl.metrics import EpisodeMetrics, fold_episodes
+from apexrl.models import MLPActor, MLPCritic
+from apexrl.rollout import initial_state, make_actor, rollout
+from apexrl.types import ACTION, OBSERVATION, SAMPLE_LOG_PROB, Actor, Carry, Observation
+
+
+class OnPolicyRunner(Trainer):
+    """Trains an on-policy algorithm; the loop is the trainer's.
+
+    Args:
+        env: a ``VecEnv``, or an object that steps as ``(obs, reward, done, extras)``.
+        algorithm: name of the algorithm to make; not used with ``agent``.
+        actor_class: class of the actor network.
+        critic_class: class of the critic network.
+        actor_cfg: options of the actor, such as ``hidden_dims``.
+        critic_cfg: options of the critic.
+        log_dir: where ``metrics.jsonl``, ``evaluations.jsonl`` and TensorBoard events go; None logs nothing.
+        save_dir: where checkpoints go; None saves none.
+        device: of the policy; CUDA when there is one, when not given.
+        log_interval: iterations between logged ones.
+        save_interval: iterations between checkpoints; 0 saves only at the end.
+        log_reward_components: log what the environment declares as components of its reward.
+        agent: a ready-made algorithm.
+        cfg: the algorithm's configuration.
+        eval_env: environments for evaluation; made from ``env`` when not given.
+        eval_interval: iterations between evaluations; 0 never evaluates by itself.
+        seed: of the environments.
+        loggers: more places for the numbers.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        algorithm: str = "ppo",
+        actor_class: type[nn.Module] = MLPActor,
+        critic_class: type[nn.Module] = MLPCritic,
+        actor_cfg: Mapping[str, Any] | None = None,
+        critic_cfg: Mapping[str, Any] | None = None,
+        log_dir: str | Path | None = None,
+        save_dir: str | Path | None = None,
+        device: torch.device | str | None = None,
+        log_interval: int = 10,
+        save_interval: int = 100,
+        log_reward_components: bool = True,
+        agent: BaseAlgorithm | None = None,
+        cfg: Any = None,
+        *,
+        eval_env: VecEnv | None = None,
+        eval_interval: int = 0,
+        seed: int = 0,
+        loggers: tuple[Logger, ...] = (),
+    ) -> None:
+        vec_env = as_vec_env(env)
+        if agent is None:
+            if algorithm not in ALGORITHMS:
+                raise ConfigError(
+                    f"Unknown algorithm '{algorithm}'; known are {sorted(ALGORITHMS)}."
+                    + did_you_mean(algorithm, ALGORITHMS)
+                )
+            make: Any = ALGORITHMS[algorithm][0]
+            agent = make(
+                vec_env,
+                cfg,
+                actor_class,
+                critic_class,
+                actor_cfg=actor_cfg,
+                critic_cfg=critic_cfg,
+                device=device or find_device(),
+            )
+        elif cfg is not None and cfg != getattr(agent, "cfg", cfg):
+            raise ConfigError("OnPolicyRunner got an agent and another cfg than the agent's; leave cfg out.")
+        if log_dir is not None:
+            log_dir = Path(log_dir)
+            log_dir.mkdir(parents=True, exist_ok=True)
+            loggers = (JsonlLogger(log_dir / "metrics.jsonl"), TensorBoardLogger(log_dir), *loggers)
+        super().__init__(
+            vec_env,
+            agent.policy,
+            agent,
+            TrainingConfig(seed=seed, save_interval=save_interval, eval_interval=eval_interval),
+            eval_env=eval_env,
+            loggers=loggers,
+            run_dir=log_dir,
+            save_dir=save_dir,
+            log_interval=log_interval,
+            log_reward_components=log_reward_components,
+        )
+        self.agent = agent
+        self.eval_episode_metrics = EpisodeMetrics()
+
+    @property
+    def episode_metrics(self) -> EpisodeMetrics:
+        """Episodes of the training environments; evaluation has its own."""
+        return self.collector.episode_metrics
+
+    def eval(self, num_episodes: int = 10) -> dict[str, float]:
+        """Evaluate deterministically on separate environments; returns numbers by log name."""
+        return self.evaluate(num_episodes, deterministic=True).logs()
+
+    def rollout(
+        self,
+        obs: Observation | None,
+        num_steps: int,
+        envs: VecEnv | None = None,
+        policy_fn: Callable[[Observation], tuple[Tensor | None, ...]] | None = None,
+        collect_for_training: bool = True,
+        record_step_data: bool = False,
+    ) -> tuple[Observation, TensorDict | None, StepRows | None]:
+        """Take steps in the training environments or in others, with the policy or any function.
+
+        Args:
+            obs: where to start; None resets the environments.
+            num_steps: steps to take.
+            envs: the training environments when not given.
+            policy_fn: returns ``(action, log_prob, value)`` or ``(action, log_prob, entropy, value)``, of which all but
+                the action may be None; the sampling policy when not given.
+            collect_for_training: return the batch that ``algorithm.update`` takes.
+            record_step_data: return one row a step for each environment.
+
+        Returns:
+            The next observation, the batch ``[T, N]`` or None, and the rows by environment or None.
+        """
+        envs = envs or self.env
+        carry: Carry = {OBSERVATION: envs.reset() if obs is None else obs}
+        if policy_fn is None:
+            actor = make_actor(self.policy, envs.device)
+            carry.update(initial_state(self.policy, envs))
+        else:
+            actor = _actor_from(policy_fn)
+        self.policy.eval()
+        batch, carry = rollout(envs, actor, carry, num_steps, keep=None if collect_for_training else ())
+        fold_episodes(batch, envs.metric_specs, self.episode_metrics if envs is self.env else self.eval_episode_metrics)
+        rows: StepRows | None = None
+        if record_step_data:
+            rows = {index: [] for index in range(envs.num_envs)}
+            extend_rows(rows, batch)
+        if collect_for_training:
+            add_values(batch, self.policy)
+        return carry[OBSERVATION], batch if collect_for_training else None, rows
+
+
+def _actor_from(policy_fn: Callable[[Observation], tuple[Tensor | None, ...]]) -> Actor:
+    def actor(carry: Carry) -> dict[str, Tensor]:
+        action, log_prob, *_ = policy_fn(carry[OBSERVATION])
+        assert action is not None
+        return {ACTION: action} if log_prob is None else {ACTION: action, SAMPLE_LOG_PROB: log_prob}
+
+    return actor
+
+
+def find_device() -> torch.device:
+    """CUDA when there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,43 @@
+"""Stopping at the end of an iteration instead of in the middle of one."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class StopRequest:
+    """Set by the first Ctrl-C or SIGTERM; a second Ctrl-C interrupts at once."""
+
+    signal_number: int | None = None
+
+    def raise_if_set(self) -> None:
+        """Leave the way Python would have left without a handler."""
+        if self.signal_number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.signal_number is not None:
+            raise SystemExit(128 + self.signal_number)
+
+
+@contextmanager
+def stop_on_signal(tell: Callable[[str], None]) -> Iterator[StopRequest]:
+    """Turn Ctrl-C and SIGTERM into a request, while the block runs in the main thread."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def handle(number: int, _: FrameType | None) -> None:
+        request.signal_number = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        tell("Stopping after this iteration, to save; press Ctrl-C again to stop at once.")
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,326 @@
+"""The schedule: collect, update, log, evaluate, save."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from apexrl.agent import checkpoint
+from apexrl.agent.callbacks import Callbacks
+from apexrl.agent.signals import stop_on_signal
+from apexrl.algorithms.base import BaseAlgorithm
+from apexrl.collectors.base import BaseCollector
+from apexrl.collectors.sync import SyncCollector
+from apexrl.envs.base import VecEnv
+from apexrl.errors import CheckpointError, ConfigError, DivergenceError, EnvStateError
+from apexrl.evaluation import EvaluationResult, evaluate, save_step_csvs
+from apexrl.loggers import Logger, append_json_line
+from apexrl.metrics import to_host, training_log_names
+from apexrl.policies.base import Policy
+from apexrl.rollout import LOG
+from apexrl.types import REWARD, VALUE
+
+EVAL_SEED_OFFSET = 1_000_003
+"""Evaluation episodes are drawn from seeds that training does not use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Schedule of a run. Intervals count iterations; an iteration is one rollout and one update."""
+
+    total_timesteps: int = 1_000_000
+    """Environment steps, summed over environments, after which training ends."""
+    seed: int = 0
+    """Of the environments, the initial weights and the sampling."""
+    device: str = "auto"
+    """Of the policy, and of tasks that ship with the package: auto, cpu, cuda, cuda:1."""
+    num_threads: int = 1
+    """CPU threads of PyTorch; 0 leaves its default. Small networks are fastest with 1."""
+    save_interval: int = 50
+    """Iterations between checkpoints; 0 saves only at the end."""
+    keep_checkpoints: int = 3
+    """Numbered checkpoints that stay; older ones are deleted. 0 keeps all."""
+    eval_interval: int = 0
+    """Iterations between evaluations on separate environments; 0 evaluates only at the end."""
+    eval_episodes: int = 20
+    """Episodes of each periodic evaluation."""
+    eval_num_envs: int = 10
+    """Environments of an evaluation; never more than its episodes."""
+    final_eval_episodes: int = 100
+    """Episodes of the evaluation at the end; 0 skips it."""
+
+    def __post_init__(self) -> None:
+        for name in ("total_timesteps", "eval_episodes", "eval_num_envs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"training.{name} must be at least 1, got {getattr(self, name)}.")
+        for name in (
+            "seed", "num_threads", "save_interval", "keep_checkpoints", "eval_interval", "final_eval_episodes"
+        ):  # fmt: skip
+            if getattr(self, name) < 0:
+                raise ConfigError(f"training.{name} must not be negative, got {getattr(self, name)}.")
+
+
+class Trainer:
+    """Drives any algorithm: collect, update, log, evaluate, save.
+
+    Args:
+        env: the training environments.
+        policy: the networks; the same object that the algorithm updates.
+        algorithm: turns batches into updates.
+        cfg: the schedule.
+        collector: how batches are made; a ``SyncCollector`` when not given.
+        eval_env: environments for evaluation; made from ``env`` when not given.
+        loggers: where numbers go.
+        run_dir: where ``evaluations.jsonl`` and step tables go; None writes neither.
+        save_dir: where checkpoints go; None saves none.
+        log_interval: iterations between logged ones.
+        log_reward_components: log the metrics that the task declares besides success and failure.
+        save_step_csv: write one table of steps for each environment at every evaluation.
+        config: the whole configuration as plain values, stored in checkpoints.
+    """
+
+    def __init__(
+        self,
+        env: VecEnv,
+        policy: Policy,
+        algorithm: BaseAlgorithm,
+        cfg: TrainingConfig | None = None,
+        *,
+        collector: BaseCollector | None = None,
+        eval_env: VecEnv | None = None,
+        loggers: Sequence[Logger] = (),
+        run_dir: Path | str | None = None,
+        save_dir: Path | str | None = None,
+        log_interval: int = 1,
+        log_reward_components: bool = True,
+        save_step_csv: bool = False,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        if algorithm.policy is not policy:
+            raise ConfigError("Trainer needs one policy: algorithm.policy is another object than policy.")
+        self.env, self.policy, self.algorithm = env, policy, algorithm
+        self.cfg = cfg or TrainingConfig()
+        self.collector = collector or SyncCollector(env, policy, keep=algorithm.required_keys, seed=self.cfg.seed)
+        self.eval_env = eval_env
+        self.loggers = list(loggers)
+        self.run_dir = Path(run_dir) if run_dir is not None else None
+        self.save_dir = Path(save_dir) if save_dir is not None else None
+        self.log_interval = log_interval
+        self.log_reward_components = log_reward_components
+        self.save_step_csv = save_step_csv
+        self.config = dict(config or {})
+        self.callbacks = Callbacks()
+        self.iteration = 0
+        """Finished iterations."""
+        self.total_steps = 0
+        """Environment steps so far, summed over environments."""
+        self.num_evaluations = 0
+
+    def add_callback(self, event: str, handler: Callable[..., Any]) -> None:
+        """Call ``handler`` at an event; see ``apexrl.agent.callbacks``."""
+        self.callbacks.add(event, handler)
+
+    def learn(self, total_timesteps: int | None = None) -> None:
+        """Train until ``total_steps`` reaches ``total_timesteps``, and save.
+
+        Ctrl-C and SIGTERM end the running iteration, save, and then leave as usual.
+        """
+        target = self.cfg.total_timesteps if total_timesteps is None else total_timesteps
+        with stop_on_signal(self.tell) as stop:
+            try:
+                while self.total_steps < target and stop.signal_number is None:
+                    self._iterate(target)
+            except DivergenceError as error:
+                raise DivergenceError(f"{error}\n{self._last_good()}") from error
+            except Exception:
+                self._save_once()
+                raise
+            self._save_once()
+            stop.raise_if_set()
+
+    def _iterate(self, target: int) -> None:
+        fire = self.callbacks.fire
+        fire("pre_iteration", self)
+        fire("pre_rollout", self)
+        started = time.perf_counter()
+        batch = self.collector.collect(self.algorithm.num_steps)
+        self._synchronize()
+        collected = time.perf_counter()
+        if self.callbacks.wanted("post_rollout"):
+            fire("post_rollout", self, _known(to_host(self._rollout_metrics(batch))))
+        fire("pre_update", self)
+        update_started = time.perf_counter()
+        update_metrics = self.algorithm.update(batch)
+        metrics = {**self._rollout_metrics(batch), **{f"train/{k}": v for k, v in update_metrics.items()}}
+        host = to_host(metrics)
+        finished = time.perf_counter()
+        self.algorithm.raise_if_diverged({"nonfinite": host.pop("train/nonfinite", 0.0)}, batch)
+        self.iteration += 1
+        self.total_steps += batch.shape[0] * batch.shape[1]
+        self.algorithm.adjust_learning_rate(min(1.0, self.total_steps / target))
+        stats = {"iteration": self.iteration, "total_steps": self.total_steps, **_known(host)}
+        stats.update(_time_metrics(batch, collected - started, finished - update_started))
+        fire("post_update", self, {k: v for k, v in stats.items() if k.startswith("train/")})
+        self._record(stats, target)
+        fire("post_iteration", self, stats)
+        if self.cfg.save_interval and self.iteration % self.cfg.save_interval == 0:
+            self._save_once()
+
+    def _record(self, stats: dict[str, float], target: int) -> None:
+        evaluated = self.cfg.eval_interval and self.iteration % self.cfg.eval_interval == 0
+        if evaluated:
+            stats.update(self.evaluate(self.cfg.eval_episodes).logs())
+        if evaluated or self.iteration % self.log_interval == 0:
+            for logger in self.loggers:
+                logger.log(stats)
+            self.collector.episode_metrics.clear()
+        for logger in self.loggers:
+            logger.progress(stats, target)
+
+    def _rollout_metrics(self, batch: TensorDict) -> dict[str, Tensor]:
+        metrics = {"rollout/mean_reward": batch[REWARD].mean()}
+        if VALUE in batch:
+            metrics["rollout/mean_value"] = batch[VALUE].mean()
+        specs = self.env.metric_specs
+        for name, mean in self.collector.episode_metrics.means().items():
+            if name in specs and not self.log_reward_components:
+                continue
+            metrics.update(dict.fromkeys(training_log_names(name, specs), mean))
+        if LOG in batch:
+            metrics.update({f"env/{name.lstrip('/')}": value.nanmean() for name, value in batch[LOG].items()})
+        return metrics
+
+    def evaluate(
+        self,
+        n_episodes: int = 10,
+        deterministic: bool = True,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> EvaluationResult:
+        """Evaluate on separate environments; training goes on afterwards as if nothing had happened."""
+        if self.eval_env is None:
+            self.eval_env = self.env.spawn(min(self.cfg.eval_num_envs, n_episodes))
+        result = evaluate(
+            self.eval_env,
+            self.policy,
+            n_episodes,
+            deterministic=deterministic,
+            seed=self.cfg.seed + EVAL_SEED_OFFSET,
+            record_steps=self.save_step_csv,
+            on_progress=on_progress,
+        )
+        if self.run_dir is not None:
+            record = {"iteration": self.iteration, "step": self.total_steps, **result.record()}
+            append_json_line(self.run_dir / "evaluations.jsonl", record)
+            if result.step_rows is not None:
+                save_step_csvs(result.step_rows, self.run_dir / "eval" / f"eval{self.num_evaluations}")
+        self.num_evaluations += 1
+        return result
+
+    def save_checkpoint(self, name: str | Path | None = None) -> Path:
+        """Save everything needed to go on; a relative name lies in ``save_dir``."""
+        path = self._checkpoint_path(name or checkpoint.checkpoint_name(self.iteration))
+        env_state = self.env.state_dict()
+        if env_state is None and self.collector.state_dict():
+            self.tell(
+                f"{type(self.env).__name__} cannot save its state: a resumed run will start new episodes there.",
+                once=True,
+            )
+        content = {
+            "policy": self.policy.state_dict(),
+            "algorithm": self.algorithm.state_dict(),
+            "collector": self.collector.state_dict(),
+            "env": env_state,
+            "rng": checkpoint.rng_state(),
+            "iteration": self.iteration,
+            "total_steps": self.total_steps,
+            "num_evaluations": self.num_evaluations,
+            "config": self.config,
+        }
+        checkpoint.save(path, content)
+        return path
+
+    def load_checkpoint(self, name: str | Path) -> None:
+        """Go on from a checkpoint: weights, optimizer, counters, random states, environments."""
+        path = self._checkpoint_path(name)
+        content = checkpoint.load(path)
+        checkpoint.load_module(self.policy, content["policy"], path)
+        self.algorithm.load_state_dict(content["algorithm"])
+        self.iteration, self.total_steps = content["iteration"], content["total_steps"]
+        self.num_evaluations = content["num_evaluations"]
+        self._restore_env(content)
+        checkpoint.set_rng_state(content["rng"])
+
+    def _restore_env(self, content: Mapping[str, Any]) -> None:
+        try:
+            if content["env"] is None:
+                raise EnvStateError("the checkpoint holds no environment state")
+            self.env.load_state_dict(content["env"])
+        except EnvStateError as error:
+            self.tell(f"New episodes start, so this run will differ from an uninterrupted one: {error}")
+        else:
+            self.collector.load_state_dict(content["collector"])
+
+    def _save_once(self) -> None:
+        """Save the numbered checkpoint of this iteration, unless it is there, and delete old ones."""
+        if self.save_dir is None or (self.save_dir / checkpoint.checkpoint_name(self.iteration)).exists():
+            return
+        self.save_checkpoint()
+        if self.cfg.keep_checkpoints:
+            for path in checkpoint.numbered(self.save_dir)[: -self.cfg.keep_checkpoints]:
+                path.unlink()
+
+    def _checkpoint_path(self, name: str | Path) -> Path:
+        path = Path(name)
+        if path.is_absolute():
+            return path
+        if self.save_dir is None:
+            raise CheckpointError(
+                f"Checkpoint '{name}' has no place: give the runner a save_dir, or an absolute path here."
+            )
+        return self.save_dir / path
+
+    def _last_good(self) -> str:
+        paths = checkpoint.numbered(self.save_dir) if self.save_dir is not None else []
+        return f"The last good checkpoint is {paths[-1]}." if paths else "No checkpoint had been saved."
+
+    def tell(self, text: str, once: bool = False) -> None:
+        """Show a line to the user; with ``once`` only the first time."""
+        told: set[str] = self.__dict__.setdefault("_told", set())
+        if not (once and text in told):
+            told.add(text)
+            for logger in self.loggers:
+                logger.message(text)
+
+    def close(self) -> None:
+        """Close loggers and environments."""
+        for logger in self.loggers:
+            logger.close()
+        for env in (self.env, self.eval_env):
+            if env is not None:
+                env.close()
+
+    def _synchronize(self) -> None:
+        if self.policy.device.type == "cuda":
+            torch.cuda.synchronize(self.policy.device)
+
+
+def _known(values: Mapping[str, float]) -> dict[str, float]:
+    """Leave out what is not known in this iteration, such as the return when no episode ended."""
+    return {name: value for name, value in values.items() if not math.isnan(value)}
+
+
+def _time_metrics(batch: TensorDict, rollout_seconds: float, update_seconds: float) -> dict[str, float]:
+    seconds = rollout_seconds + update_seconds
+    return {
+        "time/fps": batch.shape[0] * batch.shape[1] / seconds,
+        "time/rollout_share": rollout_seconds / seconds,
+        "time/update_share": update_seconds / seconds,
+    }

@@ -1,0 +1,97 @@
+"""The algorithm contract."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from apexrl.errors import DivergenceError
+from apexrl.policies.base import Policy
+from apexrl.types import ACTION, OBSERVATION, REWARD, SAMPLE_LOG_PROB
+
+
+class BaseAlgorithm(ABC):
+    """Turns a batch into a parameter update. A new algorithm implements ``update``."""
+
+    required_keys: ClassVar[frozenset[str]] = frozenset({OBSERVATION, ACTION, REWARD})
+    """What ``update`` reads; the collector stores these and no more."""
+
+    def __init__(self, policy: Policy, num_steps: int = 32) -> None:
+        self.policy = policy
+        self.num_steps = num_steps
+        """Steps of each environment in one rollout."""
+
+    @abstractmethod
+    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """Improve the policy with one batch ``[T, N]``; returns 0-d tensors, still on the device.
+
+        A metric called ``nonfinite`` above 0 says that a loss or gradient was not finite and that no step was taken
+        from there on; ``raise_if_diverged`` turns it into a report.
+        """
+
+    def adjust_learning_rate(self, progress: float) -> None:
+        """Follow a schedule over the whole training; ``progress`` runs from 0 to 1."""
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the algorithm needs to go on, without the policy, as tensors and plain values."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        return
+
+    def check_batch(self, batch: TensorDict) -> None:
+        """Raise when the batch lacks a key that ``update`` reads."""
+        missing = self.required_keys - set(batch.keys())
+        if missing:
+            name = type(self).__name__
+            raise KeyError(
+                f"{name}.update needs {sorted(missing)}; the batch has {sorted(batch.keys())}. "
+                f"Collect with keep={name}.required_keys."
+            )
+
+    def raise_if_diverged(self, metrics: Mapping[str, float], batch: TensorDict) -> None:
+        """Stop the run when an update was not finite.
+
+        Raises:
+            DivergenceError: names the first tensor that is not finite, in the order in which data flows.
+        """
+        if metrics.get("nonfinite", 0.0) > 0:
+            raise DivergenceError(self._report(batch))
+
+    def _report(self, batch: TensorDict) -> str:
+        order = [OBSERVATION, ACTION, REWARD, SAMPLE_LOG_PROB]
+        names = [str(key) for key in batch.keys()]  # noqa: SIM118
+        keys = sorted(names, key=lambda key: (order.index(key) if key in order else len(order), key))
+        for key in keys:
+            # A metric may be missing at a step: NaN means just that there.
+            if key not in ("metric", "log"):
+                for name, tensor in _tensors(key, batch[key]):
+                    bad = ~tensor.isfinite()
+                    if bad.any():
+                        first = bad.nonzero()[0].tolist()
+                        return (
+                            f"Training diverged: '{name}' of the rollout is not finite at {int(bad.sum())} of "
+                            f"{bad.numel()} places, first at step {first[0]}, environment {first[1]}. "
+                            "The environment or the policy produced it; see docs/troubleshooting.md."
+                        )
+        for name, parameter in self.policy.named_parameters():
+            for kind, values in (("parameter", parameter.data), ("gradient of", parameter.grad)):
+                if values is not None and not values.isfinite().all():
+                    return (
+                        f"Training diverged: {kind} '{name}' is not finite, though the rollout is. "
+                        "Lower algo.learning_rate or algo.max_grad_norm, or normalise observations and rewards."
+                    )
+        return "Training diverged: the loss was not finite. Lower algo.learning_rate, or normalise rewards."
+
+
+def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        return [(name, value)] if torch.is_floating_point(value) else []
+    return [pair for key in value.keys() for pair in _tensors(f"{name}.{key}", value[key])]  # noqa: SIM118

@@ -1,0 +1,265 @@
+"""Proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from apexrl.algorithms.base import BaseAlgorithm
+from apexrl.buffers import minibatches
+from apexrl.errors import ConfigError
+from apexrl.functional import approx_kl, clipped_surrogate, explained_variance, gae, normalize, value_loss
+from apexrl.models import MLPActor, MLPCritic, RewardScaler
+from apexrl.optim import FlatAdam
+from apexrl.policies import ActorCritic, Policy
+from apexrl.policies.actor_critic import HasSpaces
+from apexrl.types import (
+    ACTION,
+    ADVANTAGE,
+    DONE,
+    NEXT_VALUE,
+    OBSERVATION,
+    RETURN,
+    REWARD,
+    SAMPLE_LOG_PROB,
+    TERMINATED,
+    TRUNCATED,
+    VALUE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """Options of PPO."""
+
+    name: Literal["ppo"] = "ppo"
+    """The algorithm."""
+    num_steps: int = 32
+    """Steps of each environment in one rollout."""
+    num_epochs: int = 5
+    """Passes over each rollout."""
+    num_minibatches: int = 4
+    """Parts into which each pass splits the rollout."""
+    learning_rate: float = 3e-4
+    """Adam's step size, at the start."""
+    schedule: Literal["fixed", "linear", "adaptive"] = "fixed"
+    """fixed; linear: falls to 0 at the end of training; adaptive: follows desired_kl after each minibatch."""
+    desired_kl: float = 0.01
+    """KL divergence that the adaptive schedule aims at."""
+    target_kl: float | None = None
+    """Skips the rest of an update once a minibatch's KL divergence exceeds 1.5 times this; null never does."""
+    gamma: float = 0.99
+    """Discount per step."""
+    lam: float = 0.95
+    """Trace decay λ of generalised advantage estimation."""
+    clip: float = 0.2
+    """Clipping range of the probability ratio."""
+    clip_value: float | None = None
+    """Clipping range of the value function around its old output; null does not clip."""
+    value_coef: float = 1.0
+    """Weight of the value loss."""
+    entropy_coef: float = 0.001
+    """Weight of the entropy bonus."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    normalize_advantage: Literal["batch", "minibatch", "none"] = "batch"
+    """Where advantages are brought to mean 0 and standard deviation 1."""
+    reward_scale: float = 1.0
+    """Constant factor on rewards, for learning only."""
+    normalize_reward: bool = False
+    """Divides rewards by the running standard deviation of the discounted return, for learning only."""
+    adam_eps: float = 1e-5
+    """Adam's ε."""
+
+    learning_rate_bounds: ClassVar[tuple[float, float]] = (1e-5, 1e-2)
+
+    def __post_init__(self) -> None:
+        def require(name: str, ok: bool, rule: str) -> None:
+            if not ok:
+                raise ConfigError(f"algo.{name} {rule}, got {getattr(self, name)}.")
+
+        for name in ("num_steps", "num_epochs", "num_minibatches"):
+            require(name, getattr(self, name) >= 1, "must be at least 1")
+        for name in ("learning_rate", "desired_kl", "max_grad_norm", "adam_eps", "reward_scale"):
+            require(name, getattr(self, name) > 0, "must be positive")
+        for name in ("gamma", "lam"):
+            require(name, 0 <= getattr(self, name) <= 1, "must lie in [0, 1]")
+        require("clip", 0 < self.clip < 1, "must lie in (0, 1)")
+        for name in ("value_coef", "entropy_coef"):
+            require(name, getattr(self, name) >= 0, "must not be negative")
+        for name in ("target_kl", "clip_value"):
+            value = getattr(self, name)
+            require(name, value is None or value > 0, "must be positive or null")
+
+
+@dataclass
+class _Totals:
+    """Sums over the minibatches that took a step, on the device."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, metrics: dict[str, Tensor], weight: Tensor) -> None:
+        for name, value in {**metrics, "weight": torch.ones_like(weight)}.items():
+            # where, not a product: 0 · NaN is NaN
+            term = torch.where(weight > 0, value.detach(), 0.0)
+            self.sums[name] = self.sums[name] + term if name in self.sums else term
+
+    def means(self) -> dict[str, Tensor]:
+        weight = self.sums["weight"].clamp_min(1.0)
+        return {name: value / weight for name, value in self.sums.items() if name != "weight"}
+
+
+class PPO(BaseAlgorithm):
+    """Clipped policy gradient on rollouts of the current policy.
+
+    Made from a policy, ``PPO(policy=policy, cfg=cfg)``, or from an environment, ``PPO(env, cfg, actor_class,
+    critic_class)``, which makes an ``ActorCritic``.
+    """
+
+    required_keys = frozenset(
+        {OBSERVATION, ACTION, REWARD, TERMINATED, TRUNCATED, DONE, VALUE, NEXT_VALUE, SAMPLE_LOG_PROB}
+    )
+
+    def __init__(
+        self,
+        env: HasSpaces | None = None,
+        cfg: PPOConfig | None = None,
+        actor_class: type[nn.Module] = MLPActor,
+        critic_class: type[nn.Module] = MLPCritic,
+        *,
+        actor_cfg: Mapping[str, Any] | None = None,
+        critic_cfg: Mapping[str, Any] | None = None,
+        policy: Policy | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if (env is None) == (policy is None):
+            raise ConfigError("PPO needs either a policy (policy=...) or an environment to make one for (env=...).")
+        if policy is None:
+            assert env is not None
+            policy = ActorCritic.for_env(
+                env,
+                actor_class=actor_class,
+                critic_class=critic_class,
+                actor_cfg=actor_cfg,
+                critic_cfg=critic_cfg,
+            )
+        if device is not None:
+            policy.to(device)
+        self.cfg = cfg or PPOConfig()
+        super().__init__(policy, self.cfg.num_steps)
+        self.optimizer = FlatAdam(
+            policy.parameters(), self.cfg.learning_rate, self.cfg.adam_eps, self.cfg.max_grad_norm
+        )
+        self.reward_scaler = RewardScaler(self.cfg.gamma).to(policy.device) if self.cfg.normalize_reward else None
+
+    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """Run the epochs over one rollout ``[T, N]``."""
+        self.check_batch(rollout)
+        batch = self._with_advantage(rollout)
+        totals = _Totals()
+        zero = torch.zeros((), device=batch.device)
+        stop, nonfinite = zero, zero
+        self.policy.train()
+        for _ in range(self.cfg.num_epochs):
+            for minibatch in minibatches(batch, self.cfg.num_minibatches, sequential=self.policy.sequential):
+                metrics, stop, nonfinite = self._step(minibatch, stop, nonfinite)
+                totals.add(metrics, 1.0 - torch.max(stop, nonfinite))
+        self.policy.eval()
+        # Last, so that the rollout and every minibatch of this update saw the same normaliser.
+        self.policy.update_normalizer(rollout[OBSERVATION], apply=nonfinite == 0)
+        return {
+            **totals.means(),
+            "learning_rate": self.optimizer.learning_rate.clone(),
+            "explained_variance": explained_variance(batch[VALUE], batch[RETURN]),
+            "skipped": stop,
+            "nonfinite": nonfinite,
+        }
+
+    def _with_advantage(self, rollout: TensorDict) -> TensorDict:
+        reward = rollout[REWARD] * self.cfg.reward_scale
+        if self.reward_scaler is not None:
+            reward = self.reward_scaler(reward, rollout[DONE])
+        advantage, target = gae(
+            reward,
+            rollout[VALUE],
+            rollout[NEXT_VALUE],
+            rollout[TERMINATED],
+            rollout[DONE],
+            gamma=self.cfg.gamma,
+            lam=self.cfg.lam,
+        )
+        if self.cfg.normalize_advantage == "batch":
+            advantage = normalize(advantage)
+        read_by_loss = {OBSERVATION, ACTION, SAMPLE_LOG_PROB, VALUE, DONE, *self.policy.initial_state(1)}
+        batch = rollout.select(*read_by_loss)
+        batch[ADVANTAGE], batch[RETURN] = advantage, target
+        return batch
+
+    def _loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        cfg = self.cfg
+        log_prob, entropy, value = self.policy.evaluate(batch)
+        advantage = batch[ADVANTAGE]
+        if cfg.normalize_advantage == "minibatch":
+            advantage = normalize(advantage)
+        log_ratio = log_prob - batch[SAMPLE_LOG_PROB]
+        ratio = log_ratio.exp()
+        policy_term = clipped_surrogate(ratio, advantage, cfg.clip)
+        value_term = value_loss(value, batch[RETURN], batch[VALUE], cfg.clip_value)
+        entropy_term = -entropy.mean()
+        loss = policy_term + cfg.value_coef * value_term + cfg.entropy_coef * entropy_term
+        return loss, {
+            "loss": loss,
+            "policy_loss": policy_term,
+            "value_loss": value_term,
+            "entropy_loss": entropy_term,
+            "approx_kl": approx_kl(log_ratio),
+            "clip_frac": ((ratio - 1.0).abs() > cfg.clip).float().mean(),
+        }
+
+    def _step(self, minibatch: TensorDict, stop: Tensor, nonfinite: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Take one optimizer step, unless the update was stopped before or this step is not finite."""
+        self.optimizer.zero_grad()
+        loss, metrics = self._loss(minibatch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            kl = metrics["approx_kl"]
+            if self.cfg.target_kl is not None:
+                stop = torch.max(stop, (kl > 1.5 * self.cfg.target_kl).float())
+            gradient_norm = self.optimizer.gradient_norm()
+            finite = loss.isfinite() & gradient_norm.isfinite()
+            nonfinite = torch.max(nonfinite, (~finite).float())
+            self.optimizer.step(gradient_norm, skip=torch.max(stop, nonfinite))
+            if self.cfg.schedule == "adaptive":
+                self._adapt_learning_rate(kl)
+        metrics["grad_norm"] = gradient_norm
+        return metrics, stop, nonfinite
+
+    def _adapt_learning_rate(self, kl: Tensor) -> None:
+        low, high = self.cfg.learning_rate_bounds
+        rate = self.optimizer.learning_rate
+        slower = (rate / 1.5).clamp(min=low)
+        faster = (rate * 1.5).clamp(max=high)
+        too_far, too_near = kl > 2.0 * self.cfg.desired_kl, kl < 0.5 * self.cfg.desired_kl
+        rate.copy_(torch.where(too_far, slower, torch.where(too_near, faster, rate)))
+
+    def adjust_learning_rate(self, progress: float) -> None:
+        """Follow the linear schedule; the other schedules need nothing here."""
+        if self.cfg.schedule == "linear":
+            self.optimizer.learning_rate.fill_(self.cfg.learning_rate * max(0.0, 1.0 - progress))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return optimizer, learning rate and reward statistics."""
+        scaler = {} if self.reward_scaler is None else dict(self.reward_scaler.state_dict())
+        return {"optimizer": self.optimizer.state_dict(), "reward_scaler": scaler, "config": asdict(self.cfg)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.reward_scaler is not None and state["reward_scaler"]:
+            self.reward_scaler.running = state["reward_scaler"]["running"].to(self.policy.device)
+            self.reward_scaler.load_state_dict(state["reward_scaler"])

@@ -1,0 +1,6 @@
+"""Collectors: they call ``rollout`` and keep what goes on between calls."""
+
+from apexrl.collectors.base import BaseCollector
+from apexrl.collectors.sync import SyncCollector
+
+__all__ = ["BaseCollector", "SyncCollector"]

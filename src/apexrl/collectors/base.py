@@ -1,0 +1,30 @@
+"""The collector contract."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from tensordict import TensorDict
+
+from apexrl.metrics import EpisodeMetrics
+
+
+class BaseCollector(ABC):
+    """Collects batches ``[T, N]`` with the current policy. A new collector implements ``collect``."""
+
+    episode_metrics: EpisodeMetrics
+    """Episodes that ended while collecting, and the running ones."""
+
+    @abstractmethod
+    def collect(self, n_steps: int, reset: bool = False) -> TensorDict:
+        """Take ``n_steps`` in every environment; ``reset`` starts new episodes first and cuts the running ones."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is needed to go on, without the environment, as tensors."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        return

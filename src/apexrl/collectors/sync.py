@@ -1,0 +1,103 @@
+"""Collection in the caller's thread."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from apexrl.collectors.base import BaseCollector
+from apexrl.envs.base import VecEnv
+from apexrl.metrics import EpisodeMetrics, fold_episodes
+from apexrl.policies.base import Policy
+from apexrl.rollout import initial_state, make_actor, rollout
+from apexrl.types import NEXT_OBSERVATION, NEXT_VALUE, OBSERVATION, VALUE, Carry
+
+
+class SyncCollector(BaseCollector):
+    """Steps the environment with the policy as it is, and values the states afterwards in one batch.
+
+    Args:
+        env: the training environments.
+        policy: its current weights act.
+        device: where the batch is handed over; the policy's device when not given.
+        keep: keys of the batch; None keeps everything that on-policy learning can use.
+        seed: of the first reset.
+    """
+
+    def __init__(
+        self,
+        env: VecEnv,
+        policy: Policy,
+        device: torch.device | str | None = None,
+        *,
+        keep: Collection[str] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.env, self.policy, self.seed = env, policy, seed
+        self.device = torch.device(device) if device is not None else policy.device
+        self.keep = None if keep is None else {*keep, *policy.initial_state(1)}
+        self.wants_value = keep is None or VALUE in keep
+        self.episode_metrics = EpisodeMetrics()
+        self.carry: Carry | None = None
+        if not env.gives_final_obs:
+            warnings.warn(
+                f"{type(env).__name__} hides the last state of an episode; values at time limits use the last "
+                "visible one.",
+                stacklevel=2,
+            )
+
+    def collect(self, n_steps: int, reset: bool = False) -> TensorDict:
+        """Return a batch ``[n_steps, N]`` with ``value`` and ``next_value``; nothing in it needs gradients."""
+        if reset or self.carry is None:
+            self.start()
+        assert self.carry is not None
+        keep = self.keep
+        if keep is not None and self.wants_value:
+            keep = keep | {NEXT_OBSERVATION}
+        self.policy.eval()
+        actor = make_actor(self.policy, self.env.device)
+        batch, self.carry = rollout(self.env, actor, self.carry, n_steps, keep=keep)
+        fold_episodes(batch, self.env.metric_specs, self.episode_metrics)
+        batch = batch.to(self.policy.device)
+        if self.wants_value:
+            add_values(batch, self.policy)
+            del batch[NEXT_OBSERVATION]
+        return batch.to(self.device)
+
+    def start(self) -> None:
+        """Start new episodes everywhere."""
+        obs = self.env.reset(seed=self.seed)
+        self.seed = None
+        self.episode_metrics.unfinished.clear()
+        self.carry = {OBSERVATION: obs, **initial_state(self.policy, self.env)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the carry and the episode statistics."""
+        carry = {} if self.carry is None else {name: _plain(value) for name, value in self.carry.items()}
+        return {"carry": carry, "episode_metrics": self.episode_metrics.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``; the environment is restored by whoever owns it."""
+        device, num_envs = self.env.device, self.env.num_envs
+        self.carry = {name: _restored(value, num_envs, device) for name, value in state["carry"].items()} or None
+        self.episode_metrics.load_state_dict(state["episode_metrics"], device)
+
+
+@torch.no_grad()
+def add_values(batch: TensorDict, policy: Policy) -> None:
+    """Value all states of a batch at once, after its steps."""
+    batch[VALUE], batch[NEXT_VALUE] = policy.values(batch)
+
+
+def _plain(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else {k: _plain(v) for k, v in value.items()}
+
+
+def _restored(value: Any, num_envs: int, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return TensorDict({k: _restored(v, num_envs, device) for k, v in value.items()}, batch_size=[num_envs])

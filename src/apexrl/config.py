@@ -1,0 +1,311 @@
+"""The one schema: YAML files, presets and command-line overrides all become a ``Config``."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from apexrl.agent.trainer import TrainingConfig
+from apexrl.algorithms import ALGORITHMS, PPOConfig
+from apexrl.errors import ConfigError, did_you_mean
+from apexrl.models.actor import DistributionName
+
+DEFAULT_PRESET = "lift_ppo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """What is trained on."""
+
+    id: str = "lift"
+    """A task that ships with the package (see ``apexrl list``), or a Gymnasium id."""
+    num_envs: int = 64
+    """Environments stepped together."""
+    num_workers: int = 0
+    """Processes that step Gymnasium environments; 0 steps them here, faster unless a step takes a millisecond."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the task itself."""
+
+    def __post_init__(self) -> None:
+        if self.num_envs < 1:
+            raise ConfigError(f"task.num_envs must be at least 1, got {self.num_envs}.")
+        if not 0 <= self.num_workers <= self.num_envs:
+            raise ConfigError(
+                f"task.num_workers must lie between 0 and task.num_envs ({self.num_envs}), got {self.num_workers}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """The networks."""
+
+    kind: Literal["mlp", "gru"] = "mlp"
+    """mlp: separate actor and critic (pictures get convolutions); gru: with memory."""
+    hidden_dims: tuple[int, ...] = (64, 64)
+    """Widths of the hidden layers; of those before the memory for gru."""
+    critic_hidden_dims: tuple[int, ...] | None = None
+    """Widths of the critic's hidden layers; null for the actor's. Not for gru."""
+    memory_dim: int = 64
+    """Width of the memory; only for gru."""
+    activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = "tanh"
+    """Between the layers."""
+    actor_groups: tuple[str, ...] | None = None
+    """Observation groups that the actor sees; null for all but the privileged ones (priv, privileged, critic)."""
+    critic_groups: tuple[str, ...] | None = None
+    """Observation groups that the critic sees; null for all. Not for gru."""
+    distribution: DistributionName = "auto"
+    """auto, gaussian, squashed_gaussian (bounded by tanh) or categorical."""
+    init_std: float = 1.0
+    """Standard deviation at the start."""
+    min_std: float = 1e-3
+    """Lower bound of the standard deviation."""
+    max_std: float = 10.0
+    """Upper bound of the standard deviation."""
+    state_dependent_std: bool = False
+    """Let the standard deviation depend on the observation."""
+    normalize_obs: bool = False
+    """Normalise observations by running statistics."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_dims", "critic_hidden_dims"):
+            if any(width < 1 for width in getattr(self, name) or ()):
+                raise ConfigError(f"policy.{name} must hold positive widths, got {list(getattr(self, name))}.")
+        if self.memory_dim < 1:
+            raise ConfigError(f"policy.memory_dim must be at least 1, got {self.memory_dim}.")
+        if not 0 < self.min_std <= self.init_std <= self.max_std:
+            raise ConfigError(
+                f"policy.init_std must lie between policy.min_std ({self.min_std}, above 0) and policy.max_std "
+                f"({self.max_std}), got {self.init_std}."
+            )
+        if self.kind == "gru" and (self.critic_hidden_dims is not None or self.critic_groups is not None):
+            raise ConfigError(
+                "policy.critic_hidden_dims and policy.critic_groups must be null when policy.kind is gru: "
+                "its critic shares the memory."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Where numbers go; metrics.jsonl is always written."""
+
+    log_interval: int = 1
+    """Iterations between logged ones."""
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Log to Weights & Biases."""
+    wandb_project: str = "apexrl"
+    """Weights & Biases project."""
+    reward_components: bool = True
+    """Log what the task declares besides success and failure."""
+
+    def __post_init__(self) -> None:
+        if self.log_interval < 1:
+            raise ConfigError(f"logging.log_interval must be at least 1, got {self.log_interval}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeaturesConfig:
+    """Extras that can be switched."""
+
+    save_step_csv: bool = False
+    """Write one table of steps for each environment at every evaluation."""
+    save_video: bool = True
+    """Write a video of the trained policy at the end."""
+    save_plot: bool = True
+    """Draw the learning curve at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    task: TaskConfig = field(default_factory=TaskConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    algo: PPOConfig = field(default_factory=PPOConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    features: FeaturesConfig = field(default_factory=FeaturesConfig)
+
+    def __post_init__(self) -> None:
+        samples = self.algo.num_steps * self.task.num_envs
+        parts = self.task.num_envs if self.policy.kind == "gru" else samples
+        if self.algo.num_minibatches > parts:
+            what = "sequences (task.num_envs; a gru keeps them whole)" if self.policy.kind == "gru" else "samples"
+            raise ConfigError(
+                f"algo.num_minibatches is {self.algo.num_minibatches}, but a rollout has {parts} {what}; lower it."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that YAML and checkpoints can hold."""
+        plain: dict[str, Any] = _plain(asdict(self))
+        return plain
+
+
+SECTIONS: dict[str, type] = {
+    "task": TaskConfig,
+    "policy": PolicyConfig,
+    "algo": PPOConfig,
+    "training": TrainingConfig,
+    "logging": LoggingConfig,
+    "features": FeaturesConfig,
+}
+
+
+def preset_names() -> list[str]:
+    """Return the names of the presets that ship."""
+    return sorted(Path(entry.name).stem for entry in _preset_dir().iterdir() if entry.name.endswith(".yaml"))
+
+
+def preset_summary(name: str) -> str:
+    """Return the first line of a preset, a comment that says what it is."""
+    text: str = (_preset_dir() / f"{name}.yaml").read_text()
+    return text.splitlines()[0].lstrip("# ")
+
+
+def read_source(source: str) -> dict[str, Any]:
+    """Read a preset by name, or a YAML file by path."""
+    if source in preset_names():
+        return parse_yaml((_preset_dir() / f"{source}.yaml").read_text(), source)
+    path = Path(source)
+    if path.suffix in (".yaml", ".yml") or path.exists():
+        if not path.is_file():
+            raise ConfigError(f"There is no configuration file at {path}.")
+        return parse_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    raise ConfigError(
+        f"Unknown preset '{source}'; presets are {', '.join(preset_names())}, or give a YAML file."
+        + did_you_mean(source, preset_names())
+    )
+
+
+def parse_yaml(text: str, where: str) -> dict[str, Any]:
+    """Parse YAML without tags that could run code."""
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not plain YAML: {' '.join(str(error).split())}") from error
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where} must hold sections ({', '.join(SECTIONS)}), got {type(raw).__name__}.")
+    return raw
+
+
+def with_overrides(raw: Mapping[str, Any], overrides: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Set ``section.key`` to values given as text."""
+    merged: dict[str, Any] = _copied(raw)
+    for name, text in overrides:
+        *parents, last = name.split(".")
+        _require_known(name, parents, last)
+        place = merged
+        for parent in parents:
+            inner = place.setdefault(parent, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"'{name}' cannot be set: '{parent}' is {inner!r}, not a section.")
+            place = inner
+        try:
+            place[last] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            place[last] = text
+    return merged
+
+
+def make_config(raw: Mapping[str, Any]) -> Config:
+    """Check plain values and make a ``Config``; every problem is named with its field.
+
+    Raises:
+        ConfigError: with one line for each problem.
+    """
+    problems: list[str] = []
+    sections: dict[str, Any] = {}
+    for name, values in raw.items():
+        if name not in SECTIONS:
+            problems.append(
+                f"Unknown section '{name}'; sections are {', '.join(SECTIONS)}.{did_you_mean(str(name), SECTIONS)}"
+            )
+        elif not isinstance(values, dict):
+            problems.append(f"Section '{name}' must hold fields, got {values!r}.")
+        else:
+            sections[name] = _section(name, values, problems)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Config(**sections)
+
+
+def load_config(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
+    """Read a preset or a YAML file, apply overrides, and check the result."""
+    return make_config(with_overrides(read_source(source), overrides))
+
+
+def field_help(section: type) -> dict[str, str]:
+    """Return the sentence below each field of a configuration class."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            if is_text:
+                found[statement.target.id] = str(following.value.value)  # type: ignore[attr-defined]
+    return found
+
+
+def _section(name: str, values: dict[str, Any], problems: list[str]) -> Any:
+    section = SECTIONS[name]
+    if name == "algo":
+        wanted = values.get("name", "ppo")
+        if wanted not in ALGORITHMS:
+            problems.append(
+                f"algo.name must be one of {sorted(ALGORITHMS)}, got {wanted!r}.{did_you_mean(str(wanted), ALGORITHMS)}"
+            )
+            return None
+        section = ALGORITHMS[wanted][1]
+    known = [entry.name for entry in fields(section)]
+    unknown = [key for key in values if key not in known]
+    for key in unknown:
+        problems.append(f"Unknown field '{name}.{key}'; fields are {', '.join(known)}.{did_you_mean(str(key), known)}")
+    try:
+        return TypeAdapter(section).validate_python({key: values[key] for key in values if key not in unknown})
+    except ValidationError as error:
+        problems += [_problem(name, entry) for entry in error.errors()]
+        return None
+
+
+def _problem(section: str, entry: Any) -> str:
+    cause = entry.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return str(cause)
+    path = ".".join(str(part) for part in (section, *entry["loc"]))
+    text = entry["msg"][0].lower() + entry["msg"][1:]
+    return f"{path}: {text}, got {entry['input']!r}."
+
+
+def _require_known(name: str, parents: list[str], last: str) -> None:
+    paths = [f"{section}.{entry.name}" for section, cls in SECTIONS.items() for entry in fields(cls)]
+    if not parents or (name not in paths and parents[:2] != ["task", "kwargs"]):
+        raise ConfigError(f"Unknown option '--{name}'.{did_you_mean(name, paths)} 'apexrl train --help' lists all.")
+
+
+def _copied(raw: Any) -> Any:
+    return {key: _copied(value) for key, value in raw.items()} if isinstance(raw, dict) else raw
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _preset_dir() -> Any:
+    return resources.files("apexrl") / "presets"

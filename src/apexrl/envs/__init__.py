@@ -1,0 +1,65 @@
+"""Environments: the contract, the adapters, and the tasks that ship with the package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import torch
+
+from apexrl.envs.base import VecEnv
+from apexrl.envs.check import check_env
+from apexrl.envs.gymnasium import GymVecEnv, find_gym_id, gym_make_fns
+from apexrl.envs.rsl import RslVecEnv, is_rsl_env
+from apexrl.errors import EnvError, did_you_mean
+
+__all__ = ["GymVecEnv", "RslVecEnv", "VecEnv", "as_vec_env", "check_env", "gym_make_fns", "make_env"]
+
+
+def as_vec_env(env: Any) -> VecEnv:
+    """Return ``env`` as a ``VecEnv``: as it is, or wrapped when it speaks the dialect of rsl_rl.
+
+    Raises:
+        EnvError: for anything else, with what to do instead.
+    """
+    if isinstance(env, VecEnv):
+        return env
+    if is_rsl_env(env):
+        return RslVecEnv(env)
+    if isinstance(env, gym.Env | gym.vector.VectorEnv):
+        raise EnvError(
+            f"{type(env).__name__} is one of Gymnasium's own environments. Pass the functions that make it, "
+            "GymVecEnv([make, make, ...]), or its name, make_env(id, num_envs)."
+        )
+    raise EnvError(
+        f"{type(env).__name__} is not an environment: it needs to be a VecEnv, or to have num_envs, "
+        "num_actions, get_observations() and step(actions) as those of rsl_rl have."
+    )
+
+
+def make_env(
+    id: str, num_envs: int = 1, *, device: torch.device | str = "cpu", num_workers: int = 0, **kwargs: Any
+) -> VecEnv:
+    """Make a task of the package or of Gymnasium's registry by its name.
+
+    Args:
+        id: for example ``"lift"``, ``"HalfCheetah-v5"`` or ``"FetchReach-v4"``.
+        num_envs: N, environments stepped together.
+        device: where the tensors are wanted.
+        num_workers: processes that share Gymnasium environments; 0 steps them in this process.
+        **kwargs: passed to the task, or to ``gymnasium.make``.
+
+    Raises:
+        EnvError: for an unknown name, with the nearest known one, or when a package is missing.
+    """
+    from apexrl.envs.tasks import TASKS  # only those who ask for a task load them all
+
+    if id in TASKS:
+        if num_workers:
+            raise EnvError(f"{id} runs all its environments at once and takes no workers; set num_workers to 0.")
+        task: VecEnv = TASKS[id](num_envs, device=device, **kwargs)
+        return task
+    if find_gym_id(id) is None:
+        hint = did_you_mean(id, [*TASKS, *gym.registry])
+        raise EnvError(f"There is no environment {id!r}.{hint} Tasks of the package: {', '.join(sorted(TASKS))}.")
+    return GymVecEnv(gym_make_fns(id, num_envs, **kwargs), num_workers=num_workers, device=device)

@@ -1,0 +1,294 @@
+"""Tries an environment against the rules of ``VecEnv`` and says which it breaks."""
+
+from __future__ import annotations
+
+import io
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from apexrl.envs.base import VecEnv
+from apexrl.types import EnvStep, Observation
+
+_STATE_STEPS = 20
+"""Steps that are repeated after ``load_state_dict``."""
+
+
+def check_env(env: VecEnv, num_steps: int = 200, seed: int = 0) -> list[str]:
+    """Run an environment with random actions and return every rule of ``VecEnv`` that it breaks.
+
+    What only shows when an episode ends is found only if one ends within ``num_steps``.
+
+    Args:
+        env: the environment; it is reset, and left in the middle of an episode.
+        num_steps: steps of the run, which is done twice to compare.
+        seed: of the environment and of the actions.
+
+    Returns:
+        One sentence for each broken rule; empty when there is none.
+    """
+    problems = _check_spaces(env)
+    if problems:
+        return problems
+    check = _Check(env)
+    try:
+        actions = [_random_action(env, torch.Generator().manual_seed(seed + t)) for t in range(num_steps)]
+        first = check.run(seed, actions)
+        check.episodes()
+        check.repeats(first, seed, actions)
+        check.restores(actions[:_STATE_STEPS])
+    except Exception as error:
+        check.add(f"{type(error).__name__} was raised: {error}")
+    return list(check.problems)
+
+
+def _check_spaces(env: VecEnv) -> list[str]:
+    problems = []
+    if not _is_box_or_dict(env.observation_space):
+        problems.append(f"observation_space must be a Box or a Dict of Boxes, it is {env.observation_space}.")
+    kinds = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+    if not isinstance(env.action_space, kinds):
+        problems.append(f"action_space must be Box, Discrete, MultiDiscrete or MultiBinary, it is {env.action_space}.")
+    return problems
+
+
+def _is_box_or_dict(space: Any) -> bool:
+    if isinstance(space, spaces.Dict):
+        return all(_is_box_or_dict(part) for part in space.spaces.values())
+    return isinstance(space, spaces.Box)
+
+
+def _random_action(env: VecEnv, generator: torch.Generator) -> Tensor:
+    """Draw actions ``[N, A]`` from the action space; dimensions without bounds from [-1, 1]."""
+    space = env.action_space
+    match space:
+        case spaces.Box():
+            low = torch.as_tensor(np.maximum(space.low, -1e6).ravel(), dtype=torch.float32)
+            high = torch.as_tensor(np.minimum(space.high, 1e6).ravel(), dtype=torch.float32)
+            low, high = torch.where(low > -1e6, low, -1.0), torch.where(high < 1e6, high, 1.0)
+            action = low + (high - low) * torch.rand(env.num_envs, len(low), generator=generator)
+            return action.to(env.device)
+        case spaces.Discrete():
+            sizes = [int(space.n)]
+        case spaces.MultiDiscrete():
+            sizes = space.nvec.ravel().tolist()
+        case _:
+            sizes = [2] * int(np.prod(space.shape or ()))
+    columns = [torch.randint(size, (env.num_envs, 1), generator=generator) for size in sizes]
+    return torch.cat(columns, dim=1).to(env.device)
+
+
+def _leaves(obs: Any, name: str) -> dict[str, Tensor]:
+    """The tensors of an observation by their path."""
+    if isinstance(obs, TensorDictBase | dict):
+        return {path: x for key, part in obs.items() for path, x in _leaves(part, f"{name}[{key!r}]").items()}
+    return {name: obs}
+
+
+def _space_leaves(space: Any, name: str) -> dict[str, spaces.Box]:
+    if isinstance(space, spaces.Dict):
+        parts = space.spaces.items()
+        return {path: x for key, part in parts for path, x in _space_leaves(part, f"{name}[{key!r}]").items()}
+    return {name: space}
+
+
+def _copy(obs: Observation) -> list[Tensor]:
+    return [leaf.clone() for leaf in _leaves(obs, "").values()]
+
+
+def _copy_step(step: EnvStep) -> list[Tensor]:
+    return [*_copy(step.obs), step.reward.clone(), step.terminated.clone(), step.truncated.clone()]
+
+
+def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    pairs = zip(a, b, strict=True)
+    return all(x.shape == y.shape and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have an element of memory in common."""
+    storage = a.untyped_storage()
+    if storage.data_ptr() != b.untyped_storage().data_ptr() or storage.nbytes() == 0:
+        return False
+    index = torch.arange(storage.nbytes() // a.element_size())
+    places = [index.as_strided(x.shape, x.stride(), x.storage_offset()).reshape(-1) for x in (a, b)]
+    return bool(torch.isin(*places).any())
+
+
+@dataclass
+class _Check:
+    """The problems found so far, and what the run has shown of the episodes."""
+
+    env: VecEnv
+    problems: dict[str, None] = field(default_factory=dict)
+    length: Tensor = field(init=False)
+    """``[N]`` steps of the running episodes."""
+    lengths: list[list[int]] = field(init=False)
+    """For each environment, the lengths of its ended episodes."""
+    final_is_reset: list[bool] = field(default_factory=list)
+    """For each ended episode, whether ``final_obs`` was the same as ``obs``."""
+    observations_differ: bool = False
+    seen: set[str] = field(default_factory=set)
+    """Metrics that were reported with a number."""
+    named: set[str] = field(default_factory=set)
+    """Metrics that were reported at all."""
+
+    def add(self, problem: str) -> None:
+        """Note a problem once."""
+        self.problems.setdefault(problem)
+
+    def run(self, seed: int, actions: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Take the steps, check each, and return copies of what came back."""
+        env = self.env
+        self.length = torch.zeros(env.num_envs, dtype=torch.int64)
+        self.lengths = [[] for _ in range(env.num_envs)]
+        obs = env.reset(seed)
+        self.observation(obs, "reset", "observation")
+        trace = [_copy(obs)]
+        for action in actions:
+            given = action.clone()
+            step: EnvStep = operator.methodcaller("step", action)(env)
+            if not torch.equal(action, given):
+                self.add("step changed the action tensor that it was given.")
+                action.copy_(given)
+            self.step(step)
+            trace.append(_copy_step(step))
+            n = len(trace[0])
+            self.observations_differ |= not _same(trace[-1][:n], trace[0])
+        return trace
+
+    def tensor(self, x: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        """Check one tensor and return whether it can be looked at further."""
+        if not isinstance(x, Tensor):
+            self.add(f"{name} must be a tensor, it is a {type(x).__name__}.")
+            return False
+        if tuple(x.shape) != shape:
+            self.add(f"{name} must have the shape {list(shape)}, it has {list(x.shape)}.")
+        if x.dtype != dtype:
+            self.add(f"{name} must be {dtype}, it is {x.dtype}.")
+        device = self.env.device
+        if x.device.type != device.type or (device.index is not None and x.device.index != device.index):
+            self.add(f"{name} must be on {device}, it is on {x.device}.")
+        return tuple(x.shape) == shape
+
+    def observation(self, obs: Any, where: str, name: str) -> bool:
+        """Check an observation against ``observation_space``."""
+        found, wanted = _leaves(obs, name), _space_leaves(self.env.observation_space, name)
+        if found.keys() != wanted.keys():
+            self.add(f"{where} must return {sorted(wanted)} as observation_space says, not {sorted(found)}.")
+            return False
+        good = True
+        for path, space in wanted.items():
+            dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
+            good &= self.tensor(found[path], f"{path} of {where}", (self.env.num_envs, *space.shape), dtype)
+            if isinstance(found[path], Tensor) and not found[path].isfinite().all():
+                self.add(f"{path} of {where} has values that are not finite.")
+        return good
+
+    def step(self, step: EnvStep) -> None:
+        """Check what one step returned."""
+        N = self.env.num_envs
+        good = self.observation(step.obs, "step", "observation")
+        good &= self.tensor(step.reward, "reward", (N, 1), torch.float32)
+        good &= self.tensor(step.terminated, "terminated", (N, 1), torch.bool)
+        good &= self.tensor(step.truncated, "truncated", (N, 1), torch.bool)
+        self.metrics(step)
+        if isinstance(step.reward, Tensor) and not step.reward.isfinite().all():
+            self.add("reward has values that are not finite.")
+        if not good:
+            return
+        if (step.terminated.bool() & step.truncated.bool()).any():
+            self.add("terminated and truncated are both true in the same step.")
+        ended = (step.terminated.bool() | step.truncated.bool()).squeeze(1).cpu()
+        self.length += 1
+        limit = self.env.max_episode_steps
+        if limit is not None and (self.length > limit).any():
+            self.add(f"An episode went on after max_episode_steps ({limit}) without being truncated.")
+        for i in ended.nonzero().flatten().tolist():
+            self.lengths[i].append(int(self.length[i]))
+        self.length[ended] = 0
+        if ended.any() and self.env.gives_final_obs:
+            self.final_observation(step, ended)
+
+    def final_observation(self, step: EnvStep, ended: Tensor) -> None:
+        """Check ``final_obs`` in a step in which episodes ended."""
+        if step.final_obs is None:
+            self.add("An episode ended without final_obs; return it, or set gives_final_obs to False.")
+            return
+        N = self.env.num_envs
+        obs, final = _leaves(step.obs, "").values(), _leaves(step.final_obs, "").values()
+        rows = ended.to(self.env.device)
+        shapes = [x.shape for x in obs] == [x.shape for x in final]
+        if not shapes or any(len(x) != N for x in final):
+            self.add("final_obs must have the keys and shapes of obs.")
+            return
+        if not all(x[rows].isfinite().all() for x in final):
+            self.add("final_obs has values that are not finite.")
+        if any(_share_memory(a, b) for a, b in zip(obs, final, strict=True)):
+            self.add("final_obs shares memory with obs, so the reset overwrites it.")
+        for i in ended.nonzero().flatten().tolist():
+            self.final_is_reset.append(_same([x[i] for x in obs], [x[i] for x in final]))
+
+    def metrics(self, step: EnvStep) -> None:
+        """Check the metrics of one step."""
+        for name, value in step.metric.items():
+            if name not in self.env.metric_specs:
+                self.add(f"The metric {name!r} is not declared in metric_specs.")
+            self.named.add(name)
+            if self.tensor(value, f"metric {name!r}", (self.env.num_envs, 1), torch.float32):
+                if value.isinf().any():
+                    self.add(f"metric {name!r} has infinite values.")
+                if not value.isnan().all():
+                    self.seen.add(name)
+
+    def episodes(self) -> None:
+        """Judge what only the whole run shows."""
+        ended = any(self.lengths)
+        for name in self.env.metric_specs:
+            # A metric may come with the end of an episode only, so NaN until then is fine.
+            if name not in (self.seen if ended else self.named):
+                self.add(f"The metric {name!r} is declared in metric_specs but never reported.")
+        if self.final_is_reset and all(self.final_is_reset) and self.observations_differ:
+            self.add("final_obs is the same as obs wherever an episode ended; it must be the one before the reset.")
+        for lengths in self.lengths:
+            if len(lengths) > 3 and lengths[0] > 1 and all(length == 1 for length in lengths[1:]):
+                self.add("After its first end every episode ends at its first step: an ended one is not reset.")
+
+    def repeats(self, first: list[list[Tensor]], seed: int, actions: Sequence[Tensor]) -> None:
+        """Run again with the same seed and compare."""
+        again = self.run(seed, actions)
+        for t, (a, b) in enumerate(zip(first, again, strict=True)):
+            if not _same(a, b):
+                where = "reset" if t == 0 else f"step {t}"
+                self.add(f"The same seed and actions gave another result, first at {where}.")
+                return
+
+    def restores(self, actions: Sequence[Tensor]) -> None:
+        """Save, go on, go back, and go on again."""
+        env = self.env
+        state = env.state_dict()
+        if state is None:
+            return
+        file = io.BytesIO()
+        try:
+            torch.save(state, file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except Exception as error:
+            self.add(f"state_dict holds what torch.load(weights_only=True) refuses: {error}")
+        trace = [_copy_step(operator.methodcaller("step", action)(env)) for action in actions]
+        try:
+            env.load_state_dict(state)
+        except Exception as error:
+            self.add(f"load_state_dict refused what state_dict gave: {error}")
+            return
+        again = [_copy_step(operator.methodcaller("step", action)(env)) for action in actions]
+        if not all(_same(a, b) for a, b in zip(trace, again, strict=True)):
+            self.add("After load_state_dict the same actions gave another result than before.")

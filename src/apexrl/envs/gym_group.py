@@ -1,0 +1,579 @@
+"""Several Gymnasium environments stepped in one process, written into arrays that are allocated once.
+
+Worker processes run this file by its path, ``python -P gym_group.py CONNECTION_FD MEMORY_FD``, so that they
+import neither torch nor the rest of the package. It must therefore import nothing from ``apexrl``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[Any]
+Tree: TypeAlias = Any
+"""An array, or a dictionary of trees."""
+MakeFn: TypeAlias = Callable[[], "gym.Env[Any, Any]"]
+
+MAX_REPLAY = 100_000
+"""Steps after which an episode that must be replayed to be restored can no longer be saved."""
+
+METRIC_KEYS = {"success": ("success", "is_success"), "fail": ("fail", "is_failure")}
+"""The keys of ``info`` that carry a metric of another name; every other metric is its own key."""
+
+_TRANSPARENT = (gym.wrappers.TimeLimit, gym.wrappers.OrderEnforcing, gym.wrappers.PassiveEnvChecker)
+
+# Rewards of Gymnasium's MuJoCo tasks read these before a step. They lag the state by one substep, so that
+# mj_forward would give other numbers than those the uninterrupted run has.
+# fmt: off
+_DERIVED = (
+    "xpos", "xquat", "xmat", "xipos", "ximat", "xanchor", "xaxis", "geom_xpos", "geom_xmat", "site_xpos",
+    "site_xmat", "cam_xpos", "cam_xmat", "subtree_com", "cdof", "cinert", "cvel", "cacc", "cfrc_int",
+    "cfrc_ext", "subtree_linvel", "subtree_angmom", "ten_length", "ten_velocity", "actuator_length",
+    "actuator_velocity", "actuator_force", "qfrc_actuator", "qfrc_passive", "qfrc_bias", "qfrc_constraint",
+    "qacc", "sensordata", "energy",
+)
+# fmt: on
+
+
+class StateError(RuntimeError):
+    """An environment cannot be saved, or not be put back exactly."""
+
+
+def map_tree(function: Callable[[Any], Any], tree: Tree) -> Tree:
+    """Apply a function to every leaf of nested dictionaries."""
+    if isinstance(tree, Mapping):
+        return {key: map_tree(function, value) for key, value in tree.items()}
+    return function(tree)
+
+
+def flat_space(space: spaces.Space[Any]) -> spaces.Box | spaces.Dict:
+    """Return the space of the arrays that observations of ``space`` become.
+
+    Box becomes float32 (pictures, that is uint8 with two or more dimensions, stay uint8; a Box without
+    dimensions gets one), Discrete a one-hot vector, MultiDiscrete the concatenation of its one-hot vectors,
+    MultiBinary float32, Dict a Dict, and Tuple a Dict with the keys ``"0"``, ``"1"``, ….
+
+    Raises:
+        TypeError: for any other space.
+    """
+    match space:
+        case spaces.Box(dtype=np.uint8) if len(space.shape) >= 2:
+            return space
+        case spaces.Box():
+            with np.errstate(over="ignore"):  # float64 bounds beyond float32 become infinite
+                low, high = (np.atleast_1d(bound).astype(np.float32) for bound in (space.low, space.high))
+            return spaces.Box(low, high, dtype=np.float32)
+        case spaces.Discrete():
+            return spaces.Box(0.0, 1.0, (int(space.n),))
+        case spaces.MultiDiscrete():
+            return spaces.Box(0.0, 1.0, (int(space.nvec.sum()),))
+        case spaces.MultiBinary():
+            return spaces.Box(0.0, 1.0, space.shape)
+        case spaces.Dict():
+            return spaces.Dict({key: flat_space(part) for key, part in space.spaces.items()})
+        case spaces.Tuple():
+            return spaces.Dict({str(i): flat_space(part) for i, part in enumerate(space.spaces)})
+    raise TypeError(
+        f"Observation space {space} is not supported; Box, Discrete, MultiDiscrete, MultiBinary, and Dict or "
+        "Tuple of these are. Wrap the environment so that it returns one of them."
+    )
+
+
+def _writer(space: spaces.Space[Any]) -> Callable[[Tree, Any], None]:
+    """Return the function ``write(row, observation)`` that stores one observation as ``flat_space`` says."""
+
+    def write_array(row: Tree, value: Any) -> None:
+        row[...] = value
+
+    def write_one_hot(row: Tree, value: Any) -> None:
+        row[...] = 0.0
+        row[np.ravel(value) - start + offset] = 1.0
+
+    def write_parts(row: Tree, value: Any) -> None:
+        for name, key, write in parts:
+            write(row[name], value[key])
+
+    match space:
+        case spaces.Discrete():
+            start, offset = np.array([space.start]), np.zeros(1, np.int64)
+            return write_one_hot
+        case spaces.MultiDiscrete():
+            start = space.start.ravel()
+            offset = np.cumsum(space.nvec.ravel()) - space.nvec.ravel()
+            return write_one_hot
+        case spaces.Dict():
+            parts: list[tuple[str, Any, Callable[[Tree, Any], None]]]
+            parts = [(key, key, _writer(part)) for key, part in space.spaces.items()]
+            return write_parts
+        case spaces.Tuple():
+            parts = [(str(i), i, _writer(part)) for i, part in enumerate(space.spaces)]
+            return write_parts
+    return write_array
+
+
+def action_layout(space: spaces.Space[Any]) -> tuple[int, type[np.generic]]:
+    """Return the width ``A`` and the type of the rows in which actions of ``space`` arrive.
+
+    Raises:
+        TypeError: when the space is not Box, Discrete, MultiDiscrete or MultiBinary.
+    """
+    match space:
+        case spaces.Box():
+            return math.prod(space.shape), np.float32
+        case spaces.Discrete():
+            return 1, np.int64
+        case spaces.MultiDiscrete() | spaces.MultiBinary():
+            return math.prod(space.shape), np.int64
+    raise TypeError(
+        f"Action space {space} is not supported; Box, Discrete, MultiDiscrete and MultiBinary are. "
+        "Wrap the environment so that it takes one of them."
+    )
+
+
+def _decoder(space: spaces.Space[Any]) -> Callable[[Array], Sequence[Any]]:
+    """Return the function that turns rows ``[N, A]`` into N actions of ``space``."""
+
+    def decode_box(rows: Array) -> Sequence[Any]:
+        clipped = rows.clip(low, high)
+        whole = np.rint(clipped) if integer else clipped
+        return list(whole.astype(space.dtype, copy=False).reshape(shape))
+
+    def decode_discrete(rows: Array) -> Sequence[Any]:
+        return list(rows[:, 0] + start)
+
+    def decode_integers(rows: Array) -> Sequence[Any]:
+        return list((rows + start).astype(space.dtype, copy=False).reshape(shape))
+
+    shape = (-1, *(space.shape or ()))
+    start: Any = 0
+    match space:
+        case spaces.Box():
+            low, high = space.low.ravel(), space.high.ravel()
+            integer = np.issubdtype(space.low.dtype, np.integer)
+            return decode_box
+        case spaces.Discrete():
+            start = space.start
+            return decode_discrete
+        case spaces.MultiDiscrete():
+            start = space.start.ravel()
+            return decode_integers
+    return decode_integers
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What a step reads and writes, for N environments and M metrics."""
+
+    action: Array
+    """``[N, A]``"""
+    obs: Tree
+    final_obs: Tree
+    reward: Array
+    """``[N, 1]`` float32"""
+    terminated: Array
+    """``[N, 1]`` bool"""
+    truncated: Array
+    """``[N, 1]`` bool"""
+    metric: Array
+    """``[M, N, 1]`` float32, NaN where a step did not report it"""
+
+    def rows(self, start: int, stop: int) -> Buffers:
+        """Return views of the environments ``start`` to ``stop - 1``."""
+        fields = {name: map_tree(lambda x: x[start:stop], value) for name, value in vars(self).items()}
+        return Buffers(**fields | {"metric": self.metric[:, start:stop]})
+
+
+def make_buffers(
+    observation_space: spaces.Space[Any],
+    action_space: spaces.Space[Any],
+    num_envs: int,
+    num_metrics: int,
+    memory: mmap.mmap | None = None,
+) -> tuple[Buffers, int]:
+    """Lay the buffers out in ``memory``, or in new arrays, and return them with the bytes they take."""
+    size = 0
+
+    def array(shape: tuple[int, ...], dtype: Any) -> Array:
+        nonlocal size
+        start, count = size, math.prod(shape)
+        size += -(-count * np.dtype(dtype).itemsize // 64) * 64  # every array starts on a cache line
+        if memory is None:
+            return np.zeros(shape, dtype)
+        return np.frombuffer(memory, dtype, count, start).reshape(shape)
+
+    def tree(space: spaces.Space[Any]) -> Tree:
+        if isinstance(space, spaces.Dict):
+            return {key: tree(part) for key, part in space.spaces.items()}
+        assert space.shape is not None
+        return array((num_envs, *space.shape), space.dtype)
+
+    width, dtype = action_layout(action_space)
+    buffers = Buffers(
+        action=array((num_envs, width), dtype),
+        obs=tree(observation_space),
+        final_obs=tree(observation_space),
+        reward=array((num_envs, 1), np.float32),
+        terminated=array((num_envs, 1), np.bool_),
+        truncated=array((num_envs, 1), np.bool_),
+        metric=array((num_metrics, num_envs, 1), np.float32),
+    )
+    return buffers, size
+
+
+@dataclass
+class _Start:
+    """How the running episode of an environment began."""
+
+    seed: int | None = None
+    """The last seed given to ``reset``."""
+    generator: Mapping[str, Any] | None = None
+    """State of ``np_random`` before the episode's reset; None when that reset was given the seed."""
+    step: int = 0
+    """Index of the episode's first action in the history; -1 when it is no longer kept."""
+
+
+class EnvGroup:
+    """Several environments of one kind, stepped in sequence; an episode that ends is reset in the same step.
+
+    Call ``bind`` once, then ``reset``, then ``step``.
+
+    Args:
+        make_fns: functions that each make one environment.
+        first: index of the first environment, for messages.
+    """
+
+    def __init__(self, make_fns: Sequence[MakeFn], first: int = 0) -> None:
+        self.first = first
+        self.simulators = [make() for make in make_fns]
+        simulator = self.simulators[0]
+        for i, other in enumerate(self.simulators):
+            for kind in ("observation_space", "action_space"):
+                if getattr(other, kind) != getattr(simulator, kind):
+                    raise TypeError(
+                        f"All environments need the same {kind}: environment {first} has "
+                        f"{getattr(simulator, kind)}, environment {first + i} has {getattr(other, kind)}."
+                    )
+        self.observation_space = flat_space(simulator.observation_space)
+        self.action_space = simulator.action_space
+        action_layout(self.action_space)
+        limits = [_max_episode_steps(other) or math.inf for other in self.simulators]
+        self.max_episode_steps = None if math.inf in limits else int(max(limits))
+        self._exact = [_is_plain_mujoco(other) for other in self.simulators]
+        self._starts = [_Start() for _ in self.simulators]
+        self._history: list[Array] = []
+        self._was_reset = False
+
+    def probe(self) -> list[str]:
+        """Return the names of the metrics that one random step of the first environment reports."""
+        simulator = self.simulators[0]
+        simulator.reset()
+        simulator.action_space.seed(0)
+        info = simulator.step(simulator.action_space.sample())[4]
+        names = [name for name, keys in METRIC_KEYS.items() if any(_is_number(info.get(key)) for key in keys)]
+        parts = [key for key in info if key.startswith("reward") or key.endswith("reward")]
+        return names + [key for key in parts if key != "reward" and _is_number(info[key])]
+
+    def bind(self, buffers: Buffers, metrics: Sequence[str]) -> None:
+        """Write into these buffers from now on, and read these metrics from ``info``."""
+        self._buffers = buffers
+        self._metric_keys = [METRIC_KEYS.get(name, (name,)) for name in metrics]
+        self._metric_rows = [buffers.metric[:, i, 0] for i in range(len(self.simulators))]
+        self._reward = buffers.reward[:, 0]
+        self._rows = [_row(buffers.obs, i) for i in range(len(self.simulators))]
+        self._steps = [simulator.step for simulator in self.simulators]
+        self._write = _writer(self.simulators[0].observation_space)
+        self._decode = _decoder(self.action_space)
+        self._keeps_history = not all(self._exact)
+        self._any_ended = True
+
+    def reset(self, seed: int | None = None) -> None:
+        """Start a new episode everywhere; environment ``i`` gets ``seed + i``."""
+        self._history.clear()
+        self._was_reset = True
+        for i, simulator in enumerate(self.simulators):
+            if seed is None:
+                obs = self._restart(i)
+            else:
+                self._starts[i] = _Start(seed=seed + self.first + i)
+                obs, _ = simulator.reset(seed=seed + self.first + i)
+            self._write(self._rows[i], obs)
+
+    def step(self) -> bool:
+        """Apply ``buffers.action`` and return whether any episode ended."""
+        buffers, write, rows, reward = self._buffers, self._write, self._rows, self._reward
+        if self._any_ended:
+            buffers.terminated.fill(False)
+            buffers.truncated.fill(False)
+            self._any_ended = False
+        if self._metric_keys:
+            buffers.metric.fill(np.nan)
+        if self._keeps_history:
+            self._history.append(buffers.action.copy())
+            if len(self._history) > 2 * MAX_REPLAY:
+                self._forget()
+        i = 0
+        try:
+            for i, action in enumerate(self._decode(buffers.action)):
+                obs, reward[i], terminated, truncated, info = self._steps[i](action)
+                if self._metric_keys:
+                    self._read_metrics(i, info)
+                if terminated or truncated:
+                    obs = self._end(i, obs, bool(terminated))
+                write(rows[i], obs)
+        except Exception as error:
+            error.add_note(f"(in environment {self.first + i})")
+            raise
+        return self._any_ended
+
+    def _end(self, i: int, obs: Any, terminated: bool) -> Any:
+        buffers = self._buffers
+        self._any_ended = True
+        buffers.terminated[i] = terminated
+        buffers.truncated[i] = not terminated
+        self._write(_row(buffers.final_obs, i), obs)
+        return self._restart(i)
+
+    def _restart(self, i: int) -> Any:
+        """Reset one environment without a seed and remember how its episode began."""
+        if not self._exact[i]:
+            generator = self.simulators[i].unwrapped.np_random.bit_generator.state
+            self._starts[i] = _Start(self._starts[i].seed, generator, len(self._history))
+        return self.simulators[i].reset()[0]
+
+    def _forget(self) -> None:
+        """Keep the last ``MAX_REPLAY`` actions only."""
+        cut = len(self._history) - MAX_REPLAY
+        del self._history[:cut]
+        for start in self._starts:
+            start.step = start.step - cut if start.step >= cut else -1
+
+    def _read_metrics(self, i: int, info: Mapping[str, Any]) -> None:
+        row = self._metric_rows[i]
+        for m, keys in enumerate(self._metric_keys):
+            for key in keys:
+                if key in info:
+                    row[m] = info[key]
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return what each environment needs to go on from here, as arrays and plain values.
+
+        Raises:
+            StateError: before the first reset, or when an episode is too long to be replayed.
+        """
+        if not self._was_reset:
+            raise StateError("Call reset before saving the environments.")
+        return [self._state(i) for i in range(len(self.simulators))]
+
+    def _state(self, i: int) -> dict[str, Any]:
+        simulator, start = self.simulators[i], self._starts[i]
+        state = {"type": _type_name(simulator), "obs": map_tree(np.copy, self._rows[i])}
+        if self._exact[i]:
+            return state | _mujoco_state(simulator)
+        if start.step < 0:
+            raise StateError(f"Environment {self.first + i} has an episode of more than {MAX_REPLAY} steps.")
+        taken = [actions[i] for actions in self._history[start.step :]]
+        actions = np.array(taken).reshape(len(taken), self._buffers.action.shape[1])
+        return state | {"seed": start.seed, "generator": _to_json(start.generator), "actions": actions}
+
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Put every environment back into its saved state.
+
+        Raises:
+            StateError: when one does not come back exactly; the environments must then be reset.
+        """
+        longest = max(len(state.get("actions", ())) for state in states)
+        self._history = [np.zeros_like(self._buffers.action) for _ in range(longest)]
+        self._was_reset = True
+        for i, state in enumerate(states):
+            if state["type"] != _type_name(self.simulators[i]):
+                raise StateError(
+                    f"Environment {self.first + i} is a {_type_name(self.simulators[i])}, "
+                    f"the saved one was a {state['type']}."
+                )
+            if self._exact[i]:
+                _load_mujoco(self.simulators[i], state)
+                self._write_row(i, state["obs"])
+            else:
+                self._replay(i, state, longest)
+
+    def _write_row(self, i: int, obs: Tree) -> None:
+        for row, saved in zip(_leaves(self._rows[i]), _leaves(obs), strict=True):
+            row[...] = saved
+
+    def _replay(self, i: int, state: Mapping[str, Any], longest: int) -> None:
+        """Begin the saved episode again and repeat its actions."""
+        simulator, actions = self.simulators[i], state["actions"]
+        begin = longest - len(actions)
+        generator = json.loads(state["generator"])
+        self._starts[i] = _Start(state["seed"], generator, begin)
+        obs, _ = simulator.reset(seed=state["seed"])
+        if generator is not None:
+            simulator.unwrapped.np_random.bit_generator.state = generator
+            obs, _ = simulator.reset()
+        for t, action in enumerate(self._decode(actions) if len(actions) else ()):
+            self._history[begin + t][i] = actions[t]
+            obs = simulator.step(action)[0]
+        self._write(self._rows[i], obs)
+        pairs = zip(_leaves(self._rows[i]), _leaves(state["obs"]), strict=True)
+        if any(now.tobytes() != saved.tobytes() for now, saved in pairs):
+            raise StateError(
+                f"Environment {self.first + i} ({state['type']}) cannot be restored: repeating the "
+                f"{len(actions)} actions of its episode gave another observation. It draws random numbers "
+                "from elsewhere than its np_random, or keeps something from one episode to the next."
+            )
+
+    def render(self, i: int) -> NDArray[np.uint8]:
+        """Draw environment ``i`` of this group as an ``[H, W, 3]`` picture."""
+        picture = self.simulators[i].render()
+        if not (isinstance(picture, np.ndarray) and picture.ndim == 3):
+            raise RuntimeError(
+                f"Environment {self.first + i} gave no picture; make it with render_mode='rgb_array' "
+                f"(it has render_mode={self.simulators[i].render_mode!r})."
+            )
+        return picture.astype(np.uint8, copy=False)
+
+    def close(self) -> None:
+        """Close every environment."""
+        for simulator in self.simulators:
+            simulator.close()
+
+
+def _is_number(value: Any) -> bool:
+    return np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf"
+
+
+def _leaves(tree: Tree) -> list[Array]:
+    if isinstance(tree, Mapping):
+        return [leaf for key in sorted(tree) for leaf in _leaves(tree[key])]
+    return [tree]
+
+
+def _row(tree: Tree, i: int) -> Tree:
+    return map_tree(lambda x: x[i], tree)
+
+
+def _type_name(simulator: gym.Env[Any, Any]) -> str:
+    return f"{type(simulator.unwrapped).__module__}.{type(simulator.unwrapped).__qualname__}"
+
+
+def _wrappers(simulator: gym.Env[Any, Any]) -> list[gym.Wrapper[Any, Any, Any, Any]]:
+    found = []
+    while isinstance(simulator, gym.Wrapper):
+        found.append(simulator)
+        simulator = simulator.env
+    return found
+
+
+def _time_limits(simulator: gym.Env[Any, Any]) -> list[gym.wrappers.TimeLimit[Any, Any]]:
+    return [wrapper for wrapper in _wrappers(simulator) if isinstance(wrapper, gym.wrappers.TimeLimit)]
+
+
+def _max_episode_steps(simulator: gym.Env[Any, Any]) -> int | None:
+    limits = [limit._max_episode_steps for limit in _time_limits(simulator)]
+    spec = simulator.spec
+    return min(limits) if limits else spec.max_episode_steps if spec is not None else None
+
+
+def _to_json(generator: Mapping[str, Any] | None) -> str:
+    # The state of a generator holds integers of 128 bits, which fit in no tensor.
+    return json.dumps(generator, default=np.ndarray.tolist)
+
+
+def _is_plain_mujoco(simulator: gym.Env[Any, Any]) -> bool:
+    """Whether the simulator's data and the time limit are all the state there is.
+
+    Only Gymnasium's own tasks: a class derived from them elsewhere may keep more.
+    """
+    own = type(simulator.unwrapped).__module__.startswith("gymnasium.envs.mujoco.")
+    return own and all(type(wrapper) in _TRANSPARENT for wrapper in _wrappers(simulator))
+
+
+def _mujoco_state(simulator: gym.Env[Any, Any]) -> dict[str, Any]:
+    import mujoco
+
+    model, data = simulator.unwrapped.model, simulator.unwrapped.data  # type: ignore[attr-defined]
+    physics = np.empty(mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_INTEGRATION))
+    mujoco.mj_getState(model, data, physics, mujoco.mjtState.mjSTATE_INTEGRATION)
+    return {
+        "physics": physics,
+        "derived": {name: np.copy(getattr(data, name)) for name in _DERIVED if hasattr(data, name)},
+        "elapsed": [limit._elapsed_steps for limit in _time_limits(simulator)],
+        "generator": _to_json(simulator.unwrapped.np_random.bit_generator.state),
+    }
+
+
+def _load_mujoco(simulator: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:
+    import mujoco
+
+    simulator.reset()  # tells the wrappers that an episode is running
+    model, data = simulator.unwrapped.model, simulator.unwrapped.data  # type: ignore[attr-defined]
+    physics = np.asarray(state["physics"])
+    size = mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_INTEGRATION)
+    if len(physics) != size:
+        raise StateError(f"{state['type']} needs {size} numbers for its state, {len(physics)} were saved.")
+    mujoco.mj_setState(model, data, physics, mujoco.mjtState.mjSTATE_INTEGRATION)
+    mujoco.mj_forward(model, data)
+    # Again, because mj_forward moves the solver's warm start.
+    mujoco.mj_setState(model, data, physics, mujoco.mjtState.mjSTATE_INTEGRATION)
+    for name, saved in state["derived"].items():
+        getattr(data, name)[...] = saved
+    for limit, elapsed in zip(_time_limits(simulator), state["elapsed"], strict=True):
+        limit._elapsed_steps = elapsed
+    simulator.unwrapped.np_random.bit_generator.state = json.loads(state["generator"])
+
+
+class _Worker:
+    """Answers the calls of the parent; the arrays lie in memory that both have mapped."""
+
+    def __init__(self, memory_fd: int) -> None:
+        self.memory_fd = memory_fd
+        self.group: EnvGroup
+
+    def make(self, make_fns: bytes, first: int) -> tuple[Any, ...]:
+        self.group = EnvGroup(pickle.loads(make_fns), first)
+        return self.group.observation_space, self.group.action_space, self.group.max_episode_steps
+
+    def bind(self, num_envs: int, size: int, metrics: Sequence[str]) -> None:
+        group = self.group
+        memory = mmap.mmap(self.memory_fd, size)
+        buffers, _ = make_buffers(group.observation_space, group.action_space, num_envs, len(metrics), memory)
+        group.bind(buffers.rows(group.first, group.first + len(group.simulators)), metrics)
+
+
+def serve(connection_fd: int, memory_fd: int) -> None:
+    """Answer ``(method, arguments)`` with ``(ok, result or traceback)`` until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    connection = Connection(connection_fd)
+    worker = _Worker(memory_fd)
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        try:
+            owner: Any = worker if hasattr(worker, method) else worker.group
+            answer = (True, getattr(owner, method)(*arguments))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        try:
+            connection.send(answer)
+        except ConnectionError:
+            return
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]))

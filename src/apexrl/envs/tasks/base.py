@@ -1,0 +1,155 @@
+"""The common part of the tensor-native tasks: stepping, resetting in place, saving and drawing."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Self
+
+import gymnasium as gym
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from apexrl.envs.base import VecEnv
+from apexrl.envs.tasks.drawing import Canvas
+from apexrl.errors import ConfigError, EnvError, EnvStateError
+from apexrl.metrics import MetricSpec
+from apexrl.types import EnvStep
+
+
+class Transition(NamedTuple):
+    """What the dynamics of a task return for one step, before any reset."""
+
+    state: Tensor
+    """``[N, S]`` the successor, in a tensor of its own."""
+    reward: Tensor
+    """``[N, 1]`` float32."""
+    terminated: Tensor
+    """``[N, 1]`` bool."""
+    metric: dict[str, Tensor]
+    """``[N, 1]`` float32 for each of the task's metrics."""
+
+
+class TensorTask(VecEnv):
+    """N copies of a task whose whole state is one tensor ``[N, S]`` on any device.
+
+    A step runs a fixed sequence of fixed-shape operations: fresh states are drawn for all N and selected
+    where an episode ended. ``state`` and ``elapsed`` keep their storage and everything that is returned is a
+    new tensor, so a step can be captured as a CUDA graph (register ``generator`` with the graph).
+
+    A subclass sets its spaces and ``max_episode_steps`` before it calls this constructor.
+
+    Args:
+        num_envs: N.
+        device: where the state lives and actions are expected.
+        options: the subclass's own options, with which ``spawn`` makes another one.
+    """
+
+    state_size: ClassVar[int]
+    metrics: ClassVar[tuple[MetricSpec, ...]] = ()
+    capturable = True
+    max_episode_steps: int
+
+    def __init__(self, num_envs: int, device: torch.device | str = "cpu", **options: Any) -> None:
+        for name, value in (("num_envs", num_envs), ("max_episode_steps", self.max_episode_steps)):
+            if value < 1:
+                raise ConfigError(f"{type(self).__name__}.{name} must be at least 1, got {value}")
+        self.num_envs = num_envs
+        self.device = torch.device(device)
+        self.state = torch.zeros(num_envs, self.state_size, device=self.device)
+        self.elapsed = torch.zeros(num_envs, 1, dtype=torch.int64, device=self.device)
+        self.generator = torch.Generator(self.device)
+        # Two tasks differ from each other, yet both follow from torch.manual_seed.
+        self.generator.manual_seed(int(torch.randint(2**62, ())))
+        self._options = options
+        self._metric_specs = {spec.name: spec for spec in self.metrics}
+        size = gym.spaces.flatdim(self.action_space) if isinstance(self.action_space, gym.spaces.Box) else 1
+        self._action_shape = (num_envs, size)
+
+    @abstractmethod
+    def _draw(self) -> Tensor:
+        """Draw a first state of an episode for each environment, ``[N, S]``."""
+
+    @abstractmethod
+    def _advance(self, state: Tensor, action: Tensor) -> Transition:
+        """Move ``state [N, S]`` on by one ``action [N, A]`` without changing it."""
+
+    @abstractmethod
+    def _observe(self, state: Tensor) -> Tensor:
+        """Return what the policy sees in ``state``, ``[N, O]``; the state itself will do."""
+
+    @abstractmethod
+    def _paint(self, canvas: Canvas, state: list[float]) -> None:
+        """Draw one environment's state."""
+
+    @property
+    def metric_specs(self) -> Mapping[str, MetricSpec]:
+        """The task's metrics by name."""
+        return self._metric_specs
+
+    def reset(self, seed: int | None = None) -> Tensor:
+        """Start a new episode everywhere; a seed makes everything that follows repeatable."""
+        if seed is not None:
+            self.generator.manual_seed(seed)
+        fresh = self._draw()
+        self.state.copy_(fresh)
+        self.elapsed.zero_()
+        return self._observe(fresh)
+
+    def step(self, action: Tensor) -> EnvStep:
+        """Apply the actions ``[N, A]``; ``final_obs`` is the true successor of every row."""
+        if action.shape != self._action_shape:
+            raise EnvError(
+                f"{type(self).__name__} needs actions of shape {list(self._action_shape)}, got {list(action.shape)}."
+            )
+        successor, reward, terminated, metric = self._advance(self.state, action.detach())
+        self.elapsed += 1
+        truncated = (self.elapsed >= self.max_episode_steps) & ~terminated
+        done = terminated | truncated
+        current = torch.where(done, self._draw(), successor)
+        self.state.copy_(current)
+        self.elapsed.masked_fill_(done, 0)
+        return EnvStep(self._observe(current), reward, terminated, truncated, self._observe(successor), metric)
+
+    def spawn(self, num_envs: int) -> Self:
+        """Make an independent task with the same options."""
+        return type(self)(num_envs, self.device, **self._options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the exact state of the episodes and of the random generator as tensors."""
+        return {
+            "state": self.state.clone(),
+            "elapsed": self.elapsed.clone(),
+            "generator": self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a state from ``state_dict``; nothing changes when it does not fit.
+
+        Raises:
+            EnvStateError: when a tensor is missing, or of another shape or type.
+        """
+        expected = {"state": self.state, "elapsed": self.elapsed, "generator": self.generator.get_state()}
+        for name, ours in expected.items():
+            saved = state.get(name)
+            if not isinstance(saved, Tensor) or saved.shape != ours.shape or saved.dtype != ours.dtype:
+                found = f"{saved.dtype} {list(saved.shape)}" if isinstance(saved, Tensor) else repr(saved)
+                raise EnvStateError(
+                    f"{type(self).__name__} cannot restore {name!r}: it needs {ours.dtype} "
+                    f"{list(ours.shape)}, the saved state has {found}. "
+                    "Restore with the same num_envs, options and kind of device."
+                )
+        self.generator.set_state(state["generator"].cpu())
+        self.state.copy_(state["state"])
+        self.elapsed.copy_(state["elapsed"])
+
+    def render(self, index: int = 0) -> NDArray[np.uint8]:
+        """Draw environment ``index`` as a ``[300, 400, 3]`` picture."""
+        if not 0 <= index < self.num_envs:
+            raise EnvError(f"{type(self).__name__} has environments 0 to {self.num_envs - 1}, not {index}.")
+        canvas = Canvas()
+        self._paint(canvas, self.state[index].tolist())
+        canvas.caption(f"step {int(self.elapsed[index])} / {self.max_episode_steps}")
+        return canvas.pixels()

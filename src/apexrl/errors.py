@@ -1,0 +1,40 @@
+"""The exceptions users meet. The command line prints their message alone and exits with code 2."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ApexRLError(Exception):
+    """Base of every error whose message is written for the user."""
+
+
+class ConfigError(ApexRLError, ValueError):
+    """A configuration names an unknown field, or a field has an impossible value."""
+
+
+class EnvError(ApexRLError, RuntimeError):
+    """An environment cannot be made, or broke its contract."""
+
+
+class EnvStateError(ApexRLError, RuntimeError):
+    """An environment could not be put back into a saved state."""
+
+
+class CheckpointError(ApexRLError, RuntimeError):
+    """A checkpoint is missing, damaged, of another version, or of another shape."""
+
+
+class RunDirError(ApexRLError, RuntimeError):
+    """A run directory is missing, not empty, or not writable."""
+
+
+class DivergenceError(ApexRLError, RuntimeError):
+    """A loss or a gradient is not finite."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the nearest known name, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean '{close[0]}'?" if close else ""

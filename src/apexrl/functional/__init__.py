@@ -1,0 +1,14 @@
+"""Pure mathematics on tensors: no state, no modules, no environment."""
+
+from apexrl.functional.advantages import discounted_sum, gae, normalize
+from apexrl.functional.losses import approx_kl, clipped_surrogate, explained_variance, value_loss
+
+__all__ = [
+    "approx_kl",
+    "clipped_surrogate",
+    "discounted_sum",
+    "explained_variance",
+    "gae",
+    "normalize",
+    "value_loss",
+]

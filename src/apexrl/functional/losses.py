@@ -1,0 +1,44 @@
+"""Losses of policy-gradient methods."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
+    """PPO's pessimistic surrogate, negated to be minimised.
+
+    L = −mean(min(ρ A, clamp(ρ, 1 − ε, 1 + ε) A))
+
+    Args:
+        ratio: ρ = π(a|s) / π_old(a|s), any shape.
+        advantage: A, of the same shape.
+        clip: ε.
+    """
+    return -torch.min(ratio * advantage, ratio.clamp(1.0 - clip, 1.0 + clip) * advantage).mean()
+
+
+def value_loss(value: Tensor, target: Tensor, old_value: Tensor, clip: float | None) -> Tensor:
+    """Half the mean squared error; with ``clip`` the pessimistic one around the old value.
+
+    L = ½ mean((V − R)²), or ½ mean(max((V − R)², (V_old + clamp(V − V_old, ±ε) − R)²))
+    """
+    error = (value - target).square()
+    if clip is not None:
+        clipped = old_value + (value - old_value).clamp(-clip, clip)
+        error = torch.max(error, (clipped - target).square())
+    return 0.5 * error.mean()
+
+
+def approx_kl(log_ratio: Tensor) -> Tensor:
+    """Estimate KL(π_old ‖ π) from samples of π_old: mean(ρ − 1 − log ρ).
+
+    Unbiased, never negative, and it needs no distribution parameters in the batch.
+    """
+    return (log_ratio.exp() - 1.0 - log_ratio).mean()
+
+
+def explained_variance(value: Tensor, target: Tensor) -> Tensor:
+    """1 − Var(R − V) / Var(R): 1 is a perfect critic, 0 as good as a constant, below 0 worse."""
+    return 1.0 - (target - value).var() / target.var().clamp_min(1e-8)

@@ -1,0 +1,26 @@
+"""The logger contract."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+
+class Logger(ABC):
+    """Receives numbers by name. ``values`` always holds ``iteration`` and ``total_steps``."""
+
+    @abstractmethod
+    def log(self, values: Mapping[str, float]) -> None:
+        """Record the numbers of one logged iteration or evaluation."""
+
+    def progress(self, values: Mapping[str, float], target_steps: int) -> None:
+        """Show how far training is; called every iteration, also those that are not logged."""
+        return
+
+    def message(self, text: str) -> None:
+        """Show a line of text."""
+        return
+
+    def close(self) -> None:
+        """Flush and close."""
+        return

@@ -1,0 +1,46 @@
+"""Weights & Biases, online or offline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from apexrl.errors import ConfigError
+from apexrl.loggers.base import Logger
+
+
+class WandbLogger(Logger):
+    """Sends numbers to a W&B run, or with ``mode="offline"`` to files that ``wandb sync`` can send later."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        project: str,
+        mode: Literal["offline", "online"],
+        run_id: str,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "logging.wandb needs the wandb package: pip install 'apexrl[wandb]', or set logging.wandb to disabled."
+            ) from error
+        self.run = wandb.init(
+            project=project,
+            mode=mode,
+            dir=str(directory),
+            id=run_id,
+            resume="allow",
+            config=dict(config or {}),
+        )
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Send the numbers, over environment steps."""
+        self.run.log(dict(values), step=int(values["total_steps"]))
+
+    def close(self) -> None:
+        """Finish the run."""
+        self.run.finish()

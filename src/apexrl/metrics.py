@@ -1,0 +1,208 @@
+"""Task metrics: what a task declares, how steps fold into episodes, and how the results are named in the logs.
+
+Training and evaluation share these definitions. Every step writes its metrics into ``[T, N, 1]`` storage on the
+device; after the rollout ``aggregate_metrics`` folds the storage once into the episodes that ended in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from apexrl.types import DONE, METRIC, REWARD
+
+Reduce = Literal["sum", "mean", "max", "min", "last"]
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """Declares one metric of a task.
+
+    The names ``success`` and ``fail`` are special: an episode reports ``success_once`` (at any step),
+    ``success_at_end`` (at its last step) and ``fail_once`` instead of one folded number.
+    """
+
+    name: str
+    reduce: Reduce = "sum"
+    """How the steps of an episode become one number."""
+    group: str = "reward"
+    """The prefix under which training logs it; evaluation logs it under ``eval_reward/``."""
+
+
+def get_metric_specs_from_env(env: Any) -> dict[str, MetricSpec]:
+    """Return the metrics that an environment's task declares, by name."""
+    return dict(env.metric_specs)
+
+
+@dataclass(frozen=True)
+class FinishedEpisodes:
+    """The episodes that ended inside one rollout: row ``k`` of column ``n`` is the k-th of environment ``n``."""
+
+    ended: Tensor
+    """``[K, N]`` bool: which entries are real."""
+    value: dict[str, Tensor]
+    """``[K, N]`` float64 for each episode field; NaN where a metric was never reported."""
+
+
+class EpisodeMetrics:
+    """What unfinished episodes have so far, and running totals of the finished ones, all on the device."""
+
+    def __init__(self) -> None:
+        self.unfinished: dict[str, Tensor] = {}
+        """``[N]`` partial sums and extremes of the running episodes."""
+        self.totals: dict[str, Tensor] = {}
+        """``[2]`` sum and count over finished episodes since ``clear``."""
+
+    def means(self) -> dict[str, Tensor]:
+        """Mean of each episode field over the episodes finished since ``clear``; NaN when there were none."""
+        return {name: total[0] / total[1] for name, total in self.totals.items()}
+
+    def clear(self) -> None:
+        """Forget the finished episodes; running ones are kept."""
+        self.totals = {}
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return running and finished totals as plain tensors."""
+        return {
+            "unfinished": {name: value.clone() for name, value in self.unfinished.items()},
+            "totals": {name: value.clone() for name, value in self.totals.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
+        """Continue from ``state_dict``."""
+        self.unfinished = {name: value.to(device) for name, value in state["unfinished"].items()}
+        self.totals = {name: value.to(device) for name, value in state["totals"].items()}
+
+
+class _Segments:
+    """Reduces ``[T, N]`` steps to ``[T + 1, N]`` episodes without leaving the device.
+
+    The steps of environment ``n`` up to and including its first done are segment 0, and so on; the last segment is
+    the episode that goes on. What the unfinished episode had before this rollout enters segment 0.
+    """
+
+    def __init__(self, done: Tensor, unfinished: dict[str, Tensor]) -> None:
+        self.done = done
+        self.segment = done.cumsum(0) - done.long()
+        self.count = done.sum(0, keepdim=True)
+        self.ended = torch.arange(len(done) + 1, device=done.device)[:, None] < self.count
+        self.unfinished = unfinished
+
+    def reduce(self, name: str, x: Tensor, how: Literal["sum", "amax", "amin"]) -> Tensor:
+        neutral = {"sum": 0.0, "amax": -torch.inf, "amin": torch.inf}[how]
+        out = x.new_full((len(x) + 1, x.shape[1]), neutral)
+        out[0] = self.unfinished.get(name, out[0])
+        out.scatter_reduce_(0, self.segment, x, how)
+        self.unfinished[name] = out.gather(0, self.count)[0]
+        return out
+
+    def last(self, x: Tensor) -> Tensor:
+        zero = torch.zeros_like(x)
+        out = x.new_zeros((len(x) + 1, x.shape[1]))
+        return out.scatter_add_(0, self.segment, torch.where(self.done, x, zero))
+
+
+def aggregate_metrics(
+    metrics_storage: Mapping[str, Tensor],
+    metric_specs: Mapping[str, MetricSpec],
+    episode_metrics: EpisodeMetrics,
+) -> FinishedEpisodes:
+    """Fold the steps of one rollout into episodes; episodes that span rollouts are counted whole.
+
+    Args:
+        metrics_storage: ``reward``, ``done`` and every metric of the rollout, ``[T, N, 1]``.
+        metric_specs: how each metric folds; one that is not in the storage is left out.
+        episode_metrics: receives partial sums of running episodes and totals of the finished ones.
+    """
+    steps = {name: value.squeeze(-1).double() for name, value in metrics_storage.items() if name != DONE}
+    segments = _Segments(metrics_storage[DONE].squeeze(-1), episode_metrics.unfinished)
+    reward = steps[REWARD]
+    episode = {"return": segments.reduce("return", reward, "sum")}
+    episode["episode_len"] = segments.reduce("episode_len", torch.ones_like(reward), "sum")
+    episode["reward"] = episode["return"] / episode["episode_len"]
+    for name, spec in metric_specs.items():
+        if name in steps:
+            episode.update(_fold(spec, steps[name], segments))
+    for name, value in episode.items():
+        real = segments.ended & ~value.isnan()
+        total = torch.stack((torch.where(real, value, 0.0).sum(), real.sum()))
+        previous = episode_metrics.totals.get(name)
+        episode_metrics.totals[name] = total if previous is None else previous + total
+    return FinishedEpisodes(segments.ended, episode)
+
+
+def fold_episodes(
+    batch: TensorDict, metric_specs: Mapping[str, MetricSpec], episode_metrics: EpisodeMetrics
+) -> FinishedEpisodes:
+    """``aggregate_metrics`` on the outcomes and metrics of a batch ``[T, N]``."""
+    storage = {REWARD: batch[REWARD], DONE: batch[DONE]}
+    if METRIC in batch:
+        storage.update(batch[METRIC].items())
+    return aggregate_metrics(storage, metric_specs, episode_metrics)
+
+
+def _fold(spec: MetricSpec, x: Tensor, segments: _Segments) -> dict[str, Tensor]:
+    known = ~x.isnan()
+    seen = segments.reduce(f"{spec.name}/seen", known.double(), "sum")
+
+    def known_only(value: Tensor) -> Tensor:
+        return torch.where(seen > 0, value, torch.nan)
+
+    if spec.name in ("success", "fail"):
+        ever = segments.reduce(spec.name, torch.where(known, x, 0.0).clamp(0.0, 1.0), "amax")
+        episode = {f"{spec.name}_once": known_only((ever > 0).double())}
+        if spec.name == "success":
+            episode["success_at_end"] = segments.last(x)
+        return episode
+    if spec.reduce == "last":
+        return {spec.name: segments.last(x)}
+    if spec.reduce in ("max", "min"):
+        neutral = -torch.inf if spec.reduce == "max" else torch.inf
+        how: Literal["amax", "amin"] = "amax" if spec.reduce == "max" else "amin"
+        return {spec.name: known_only(segments.reduce(spec.name, torch.where(known, x, neutral), how))}
+    total = segments.reduce(spec.name, torch.where(known, x, 0.0), "sum")
+    return {spec.name: known_only(total / seen if spec.reduce == "mean" else total)}
+
+
+# The one table of log names: episode field -> names below "rollout/" in training and "eval/" in evaluation.
+# success_rate counts an episode as a success when it succeeded at any step.
+_FIELD_NAMES = {
+    "return": ("return",),
+    "episode_len": ("episode_len",),
+    "reward": ("reward",),
+    "success_once": ("success_once", "success_rate"),
+    "success_at_end": ("success_at_end",),
+    "fail_once": ("fail_once", "fail_rate"),
+}
+_TRAINING_ALIASES = {"return": "episode/mean_reward", "episode_len": "episode/mean_length"}
+
+
+def training_log_names(field: str, specs: Mapping[str, MetricSpec]) -> list[str]:
+    """Names under which training logs an episode field."""
+    if field not in _FIELD_NAMES:
+        return [f"{specs[field].group}/{field}"] if field in specs else [f"reward/{field}"]
+    names = [f"rollout/{name}" for name in _FIELD_NAMES[field]]
+    alias = _TRAINING_ALIASES.get(field)
+    return [*names, alias] if alias else names
+
+
+def evaluation_log_names(field: str) -> list[str]:
+    """Names under which evaluation logs an episode field."""
+    if field not in _FIELD_NAMES:
+        return [f"eval_reward/{field}"]
+    return [f"eval/{name}" for name in _FIELD_NAMES[field]]
+
+
+def to_host(values: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """Bring many scalars to the host in one transfer."""
+    names = [name for name, value in values.items() if isinstance(value, Tensor)]
+    host: dict[str, float] = {}
+    if names:
+        stacked = torch.stack([values[name].detach().reshape(()).double() for name in names])  # type: ignore[union-attr]
+        host = dict(zip(names, stacked.tolist(), strict=True))
+    return {name: host[name] if name in host else float(values[name]) for name in values}

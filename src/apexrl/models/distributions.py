@@ -1,0 +1,143 @@
+"""Action distributions, without the argument checks of ``torch.distributions`` that would read the device.
+
+Every ``log_prob`` and ``entropy`` is ``[..., 1]``, summed over the action's dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
+
+
+class Distribution(Protocol):
+    """What a policy needs of an action distribution."""
+
+    @property
+    def mode(self) -> Tensor:
+        """The deterministic action ``[..., A]``."""
+
+    def sample(self) -> Tensor:
+        """Draw an action ``[..., A]``."""
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        """``[..., 1]``"""
+
+    def entropy(self) -> Tensor:
+        """``[..., 1]``"""
+
+
+class DiagGaussian:
+    """Independent normal distributions.
+
+    log π(a) = Σ_i −½ ((a_i − μ_i) / σ_i)² − log σ_i − ½ log 2π
+    """
+
+    def __init__(self, mean: Tensor, log_std: Tensor) -> None:
+        self.mean = mean
+        self.log_std = log_std.expand_as(mean)
+
+    @property
+    def mode(self) -> Tensor:
+        """The mean."""
+        return self.mean
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviations ``[..., A]``."""
+        return self.log_std.exp()
+
+    def sample(self) -> Tensor:
+        """Draw with gradients through mean and standard deviation."""
+        return self.mean + self.std * torch.randn_like(self.mean)
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        """Density of an action."""
+        z = (action - self.mean) / self.std
+        return (-0.5 * z.square() - self.log_std - LOG_SQRT_2PI).sum(-1, keepdim=True)
+
+    def entropy(self) -> Tensor:
+        """Σ_i ½ + ½ log 2π + log σ_i."""
+        return (0.5 + LOG_SQRT_2PI + self.log_std).sum(-1, keepdim=True)
+
+
+class SquashedGaussian:
+    """A normal distribution squashed into the action bounds: ``a = centre + scale · tanh(u)``.
+
+    log π(a) = log N(u) − Σ_i log(scale_i (1 − tanh² u_i))
+
+    ``log_prob`` inverts the squashing also for its own samples, so a stored action gets the same value again.
+    """
+
+    def __init__(self, mean: Tensor, log_std: Tensor, low: Tensor, high: Tensor) -> None:
+        self.base = DiagGaussian(mean, log_std)
+        self.centre = 0.5 * (high + low)
+        self.scale = 0.5 * (high - low)
+
+    @property
+    def mode(self) -> Tensor:
+        """The squashed mean."""
+        return self._squash(self.base.mean)
+
+    def sample(self) -> Tensor:
+        """Draw with gradients through mean and standard deviation."""
+        return self._squash(self.base.sample())
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        """Density of an action inside the bounds."""
+        limit = 1.0 - 1e-6  # atanh is infinite at the bounds, which float32 tanh reaches
+        u = torch.atanh(((action - self.centre) / self.scale).clamp(-limit, limit))
+        return self.base.log_prob(u) - self._log_slope(u)
+
+    def entropy(self) -> Tensor:
+        """One-sample estimate ``H(base) + Σ log(scale (1 − tanh² u))``: there is no closed form."""
+        return self.base.entropy() + self._log_slope(self.base.sample())
+
+    def _squash(self, u: Tensor) -> Tensor:
+        return self.centre + self.scale * u.tanh()
+
+    def _log_slope(self, u: Tensor) -> Tensor:
+        # log(1 - tanh(u)^2) in a form that does not round to log(0) for large u
+        slope = 2.0 * (math.log(2.0) - u - functional.softplus(-2.0 * u))
+        return (slope + self.scale.log()).sum(-1, keepdim=True)
+
+
+class MultiCategorical:
+    """Independent choices among ``sizes[i]`` options each; one choice is the plain categorical distribution.
+
+    Actions are int64 ``[..., len(sizes)]``.
+    """
+
+    def __init__(self, logits: Tensor, sizes: Sequence[int]) -> None:
+        self.log_probs = [part.log_softmax(-1) for part in torch.split(logits, list(sizes), dim=-1)]
+
+    @property
+    def mode(self) -> Tensor:
+        """The likeliest option of each choice."""
+        return torch.cat([log_p.argmax(-1, keepdim=True) for log_p in self.log_probs], dim=-1)
+
+    def sample(self) -> Tensor:
+        """Draw by the Gumbel-max rule, which needs no check of the probabilities on the host."""
+        return torch.cat([self._gumbel_argmax(log_p) for log_p in self.log_probs], dim=-1)
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        """Sum of the log-probabilities of the choices."""
+        chosen = action.long().unbind(-1)
+        terms = [log_p.gather(-1, a.unsqueeze(-1)) for log_p, a in zip(self.log_probs, chosen, strict=True)]
+        return torch.stack(terms).sum(0)
+
+    def entropy(self) -> Tensor:
+        """Sum of −Σ p log p over the choices."""
+        terms = [-(log_p.exp() * log_p).sum(-1, keepdim=True) for log_p in self.log_probs]
+        return torch.stack(terms).sum(0)
+
+    @staticmethod
+    def _gumbel_argmax(log_p: Tensor) -> Tensor:
+        exponential = torch.empty_like(log_p).exponential_()
+        return (log_p - exponential.log()).argmax(-1, keepdim=True)

@@ -1,0 +1,98 @@
+"""The standard policy: an actor and a critic that share nothing but the observation normaliser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import gymnasium as gym
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from apexrl.models import Distribution, MLPActor, MLPCritic, ObservationNormalizer
+from apexrl.policies.base import Policy
+from apexrl.types import ACTION, OBSERVATION, SAMPLE_LOG_PROB, Carry, Evaluation, Observation, PolicyOutput
+
+
+class HasSpaces(Protocol):
+    """Anything with the spaces of one environment, such as a ``VecEnv``."""
+
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+
+
+class ActorCritic(Policy):
+    """An actor and a critic over one observation.
+
+    Args:
+        observation_space: of one environment.
+        action_space: of one environment.
+        actor_class: called as ``actor_class(observation_space, action_space, **actor_cfg)``.
+        critic_class: called as ``critic_class(observation_space, **critic_cfg)``.
+        actor_cfg: options of the actor, such as ``hidden_dims``.
+        critic_cfg: options of the critic.
+        normalize_obs: keep running statistics of the observations and normalise with them.
+    """
+
+    def __init__(
+        self,
+        observation_space: gym.Space[Any],
+        action_space: gym.Space[Any],
+        *,
+        actor_class: type[nn.Module] = MLPActor,
+        critic_class: type[nn.Module] = MLPCritic,
+        actor_cfg: Mapping[str, Any] | None = None,
+        critic_cfg: Mapping[str, Any] | None = None,
+        normalize_obs: bool = False,
+    ) -> None:
+        super().__init__()
+        self.actor = actor_class(observation_space, action_space, **(actor_cfg or {}))
+        self.critic = critic_class(observation_space, **(critic_cfg or {}))
+        self.normalizer = ObservationNormalizer(observation_space) if normalize_obs else None
+
+    @classmethod
+    def for_env(cls, env: HasSpaces, **options: Any) -> ActorCritic:
+        """Make a policy for an environment's spaces."""
+        return cls(env.observation_space, env.action_space, **options)
+
+    def distribution(self, obs: Observation) -> Distribution:
+        """Return the action distribution for observations ``[..., *shape]``."""
+        distribution: Distribution = self.actor(self._normalized(obs))
+        return distribution
+
+    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
+        """Return action, log-probability and value."""
+        obs = self._normalized(obs)
+        distribution = self.actor(obs)
+        action = distribution.mode if deterministic else distribution.sample()
+        return PolicyOutput(action, distribution.log_prob(action), self.critic(obs))
+
+    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy of stored actions."""
+        distribution = self.distribution(obs)
+        return distribution.log_prob(action), distribution.entropy()
+
+    def get_value(self, obs: Observation) -> Tensor:
+        """Return the value of states."""
+        value: Tensor = self.critic(self._normalized(obs))
+        return value
+
+    def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
+        """Act without the critic, which runs once, batched, after the rollout."""
+        distribution = self.distribution(carry[OBSERVATION])
+        action = distribution.mode if deterministic else distribution.sample()
+        return {ACTION: action, SAMPLE_LOG_PROB: distribution.log_prob(action)}
+
+    def evaluate(self, batch: TensorDict) -> Evaluation:
+        """Evaluate stored actions, normalising the observations once."""
+        obs = self._normalized(batch[OBSERVATION])
+        distribution = self.actor(obs)
+        return Evaluation(distribution.log_prob(batch[ACTION]), distribution.entropy(), self.critic(obs))
+
+    def update_normalizer(self, obs: Observation, apply: Tensor | None = None) -> None:
+        """Merge observations into the running statistics."""
+        if self.normalizer is not None:
+            self.normalizer.update(obs, apply)
+
+    def _normalized(self, obs: Observation) -> Observation:
+        return obs if self.normalizer is None else self.normalizer(obs)

@@ -1,0 +1,98 @@
+"""The policy contract."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from apexrl.types import (
+    ACTION,
+    NEXT_OBSERVATION,
+    OBSERVATION,
+    SAMPLE_LOG_PROB,
+    TRUNCATED,
+    Carry,
+    Evaluation,
+    Observation,
+    PolicyOutput,
+)
+
+
+class Policy(nn.Module, ABC):
+    """Networks that act, evaluate stored actions, and value states.
+
+    A new policy implements ``forward``, ``evaluate_actions`` and ``get_value``. The other methods have defaults in
+    terms of these three; a policy with memory, or one that can share work between them, overrides them.
+    """
+
+    sequential: bool = False
+    """True when minibatches must keep whole sequences ``[T, n]`` (memory); False for shuffled samples ``[B]``."""
+
+    @abstractmethod
+    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
+        """Return action, log-probability and value; the action is sampled unless ``deterministic``."""
+
+    @abstractmethod
+    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy of stored actions, each ``[..., 1]``."""
+
+    @abstractmethod
+    def get_value(self, obs: Observation) -> Tensor:
+        """Return the value of states, ``[..., 1]``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> PolicyOutput:
+        """``forward``, typed."""
+        output: PolicyOutput = super().__call__(*args, **kwargs)
+        return output
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.parameters()).device
+
+    def initial_state(self, num_envs: int) -> dict[str, Tensor]:
+        """Return what the policy carries between steps, as it is when an episode starts: all zeros."""
+        return {}
+
+    def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
+        """Act on a carry: returns ``action``, ``sample_log_prob`` and the next recurrent state."""
+        output = self(carry[OBSERVATION], deterministic=deterministic)
+        return {ACTION: output.action, SAMPLE_LOG_PROB: output.log_prob}
+
+    def evaluate(self, batch: TensorDict) -> Evaluation:
+        """Evaluate the stored actions of a minibatch under the current weights."""
+        log_prob, entropy = self.evaluate_actions(batch[OBSERVATION], batch[ACTION])
+        return Evaluation(log_prob, entropy, self.get_value(batch[OBSERVATION]))
+
+    def values(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
+        """Value every state of a batch ``[T, N]``, and the true successor of every step.
+
+        A step that goes on shares its successor with the next step, so only truncated steps and the last one are
+        evaluated again. The successor of a terminated step has no value; what stands there is not used.
+        """
+        value = self.get_value(batch[OBSERVATION])
+        rows = open_ends(batch)
+        next_value = shift(value)
+        next_value[rows] = self.get_value(batch[NEXT_OBSERVATION][rows])
+        return value, next_value
+
+    def update_normalizer(self, obs: Observation, apply: Tensor | None = None) -> None:
+        """Merge observations into the running statistics; where ``apply`` is false nothing changes."""
+        return
+
+
+def open_ends(batch: TensorDict) -> tuple[Tensor, ...]:
+    """Index the steps of a batch whose successor is not the next step's state: truncated ones and the last."""
+    ends = batch[TRUNCATED].squeeze(-1).clone()
+    ends[-1] = True
+    rows: tuple[Tensor, ...] = ends.nonzero(as_tuple=True)
+    return rows
+
+
+def shift(value: Tensor) -> Tensor:
+    """Move ``[T, ...]`` one step earlier; the last entry is a copy to be overwritten."""
+    return torch.cat((value[1:], value[-1:]))

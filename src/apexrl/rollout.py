@@ -1,0 +1,184 @@
+"""The one place where a policy and an environment alternate."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from apexrl.envs.base import VecEnv
+from apexrl.policies.base import Policy
+from apexrl.types import (
+    ACTION,
+    DONE,
+    METRIC,
+    NEXT_OBSERVATION,
+    OBSERVATION,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    Actor,
+    Carry,
+    Observation,
+)
+
+LOG = "log"
+OUTCOME_KEYS = frozenset({REWARD, TERMINATED, TRUNCATED, DONE})
+"""Always kept, with ``metric`` and ``log``: enough for episode statistics."""
+
+
+@torch.no_grad()
+def rollout(
+    env: VecEnv,
+    actor: Actor,
+    carry: Carry,
+    num_steps: int,
+    *,
+    keep: Collection[str] | None = None,
+    until_done: bool = False,
+) -> tuple[TensorDict, Carry]:
+    """Alternate actor and environment.
+
+    Args:
+        env: already reset.
+        actor: maps the carry to ``action``, the next recurrent state, and whatever else should be stored.
+        carry: ``observation`` and the recurrent state, ``[N]``.
+        num_steps: steps to take.
+        keep: keys to store besides the outcomes, the metrics and the log; None stores everything.
+            ``next_observation`` is the true successor of each step, also where an episode ended.
+        until_done: stop early, once every environment has finished an episode.
+
+    Returns:
+        The batch ``[T, N]`` and the carry after its last step.
+    """
+    columns = _Columns(num_steps, keep)
+    finals: dict[int, Observation] = {}
+    pending = torch.ones(env.num_envs, 1, dtype=torch.bool, device=env.device)
+    for t in range(num_steps):
+        output = actor(carry)
+        # Simulators reuse their buffers, so the observation is copied before the step.
+        for name, value in carry.items():
+            columns.put(t, name, value)
+        for name, value in output.items():
+            if name not in carry:
+                columns.put(t, name, value)
+        step = env.step(output[ACTION])
+        columns.put(t, REWARD, step.reward)
+        columns.put(t, TERMINATED, step.terminated)
+        columns.put(t, TRUNCATED, step.truncated)
+        if step.final_obs is not None and columns.keeps(NEXT_OBSERVATION):
+            finals[t] = step.final_obs.clone()
+        for name, value in step.metric.items():
+            columns.put_sparse(t, (METRIC, name), value)
+        for name, number in step.log.items():
+            columns.put_sparse(t, (LOG, name), torch.as_tensor(number, device=env.device).float().mean().view(1, 1))
+        carry = _next_carry(carry, output, step.obs, step.terminated | step.truncated)
+        if until_done:
+            pending &= ~(step.terminated | step.truncated)
+            if not pending.any():
+                num_steps = t + 1
+                break
+    batch = columns.batch(num_steps, env.num_envs)
+    if columns.keeps(NEXT_OBSERVATION):
+        batch[NEXT_OBSERVATION] = _successors(batch, carry[OBSERVATION], finals, hidden=not env.gives_final_obs)
+    return batch, carry
+
+
+def make_actor(policy: Policy, env_device: torch.device, *, deterministic: bool = False) -> Actor:
+    """Let a policy act on an environment; data crosses devices only where the two differ."""
+
+    def act(carry: Carry) -> dict[str, Tensor]:
+        return policy.act(carry, deterministic)
+
+    def act_across(carry: Carry) -> dict[str, Tensor]:
+        output = policy.act({name: value.to(policy.device) for name, value in carry.items()}, deterministic)
+        return {name: value.to(env_device) for name, value in output.items()}
+
+    return act if policy.device == env_device else act_across
+
+
+def initial_state(policy: Policy, env: VecEnv) -> dict[str, Tensor]:
+    """Return the policy's recurrent state at the start of an episode, on the environment's device."""
+    return {name: value.to(env.device) for name, value in policy.initial_state(env.num_envs).items()}
+
+
+def _next_carry(carry: Carry, output: dict[str, Tensor], obs: Observation, done: Tensor) -> Carry:
+    after: Carry = {OBSERVATION: obs}
+    for name in carry:
+        if name != OBSERVATION:
+            state = output[name]
+            after[name] = torch.where(done.view(-1, *[1] * (state.ndim - 1)), torch.zeros_like(state), state)
+    return after
+
+
+def _successors(batch: TensorDict, last: Observation, finals: dict[int, Observation], *, hidden: bool) -> Any:
+    """Join the states that followed each step: the next step's, or the final one where the episode ended.
+
+    Where the simulator hides the final state, the last visible one of the episode stands in for it; the state after
+    the reset never does.
+    """
+    obs = batch[OBSERVATION]
+    successor = torch.cat((obs[1:], last.unsqueeze(0)))
+    done = batch[DONE].squeeze(-1)
+    if hidden:
+        return _choose(done, obs, successor)
+    for t, final in finals.items():
+        successor[t] = _choose(done[t], final, successor[t])
+    return successor
+
+
+def _choose(condition: Tensor, where_true: Any, where_false: Any) -> Any:
+    if isinstance(where_true, Tensor):
+        mask = condition.view(*condition.shape, *[1] * (where_true.ndim - condition.ndim))
+        return torch.where(mask, where_true, where_false)
+    chosen = {key: _choose(condition, value, where_false[key]) for key, value in where_true.items()}
+    return TensorDict(chosen, batch_size=where_true.batch_size)
+
+
+class _Columns:
+    """Storage ``[T, N, ...]`` for every key, allocated when the key is first seen."""
+
+    def __init__(self, num_steps: int, keep: Collection[str] | None) -> None:
+        self.num_steps = num_steps
+        self.keep = None if keep is None else OUTCOME_KEYS | set(keep)
+        self.columns: dict[str | tuple[str, ...], Tensor] = {}
+
+    def keeps(self, name: str) -> bool:
+        return self.keep is None or name in self.keep
+
+    def put(self, t: int, name: str, value: Observation) -> None:
+        if self.keep is None or name in self.keep:
+            self._write(t, name, value)
+
+    def put_sparse(self, t: int, key: tuple[str, ...], value: Tensor) -> None:
+        """Write a number that may be missing at other steps, where it stays NaN."""
+        if key not in self.columns:
+            self.columns[key] = torch.full((self.num_steps, *value.shape), torch.nan, device=value.device)
+        self.columns[key][t].copy_(value)
+
+    def batch(self, num_steps: int, num_envs: int) -> TensorDict:
+        """Join the columns, cut to the steps that were taken."""
+        columns: dict[Any, Any] = {key: column[:num_steps] for key, column in self.columns.items()}
+        for key, column in columns.items():
+            if key[0] == LOG:
+                columns[key] = column.expand(num_steps, num_envs, 1)
+        columns[DONE] = columns[TERMINATED] | columns[TRUNCATED]
+        batch = TensorDict({}, batch_size=[num_steps, num_envs], device=columns[DONE].device)
+        for key, column in columns.items():
+            batch[key] = column
+        return batch
+
+    def _write(self, t: int, key: str | tuple[str, ...], value: Any) -> None:
+        if isinstance(value, Tensor):
+            column = self.columns.get(key)
+            if column is None:
+                column = torch.empty((self.num_steps, *value.shape), dtype=value.dtype, device=value.device)
+                self.columns[key] = column
+            column[t].copy_(value)
+            return
+        path: Sequence[str] = (key,) if isinstance(key, str) else key
+        for name, child in value.items():
+            self._write(t, (*path, name), child)

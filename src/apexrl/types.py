@@ -1,0 +1,83 @@
+"""The data that flows between the parts, and the names of its keys.
+
+Shapes: ``T`` time steps, ``N`` environments, ``B`` flat samples, ``A`` action dimensions, ``P`` groups,
+``G`` rollouts a group. A batch is a ``TensorDict`` with batch size ``[T, N]``; scalars in it are ``[T, N, 1]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from tensordict import TensorDict
+from torch import Tensor
+
+OBSERVATION = "observation"
+NEXT_OBSERVATION = "next_observation"
+ACTION = "action"
+REWARD = "reward"
+TERMINATED = "terminated"
+TRUNCATED = "truncated"
+DONE = "done"
+VALUE = "value"
+NEXT_VALUE = "next_value"
+SAMPLE_LOG_PROB = "sample_log_prob"
+ADVANTAGE = "advantage"
+RETURN = "return"
+METRIC = "metric"
+
+# Observation groups with a meaning of their own (a plain Box observation is one tensor and has no groups).
+OBS_KEY = "policy"
+OBS_PRIV_KEY = "priv"
+CMD_KEY = "command"
+OBJECT_KEY = "object"
+
+Observation: TypeAlias = Tensor | TensorDict
+"""What a policy sees: one tensor, or named groups of tensors."""
+
+Carry: TypeAlias = dict[str, Any]
+"""What one step hands to the next, ``[N]``: ``observation`` and the policy's recurrent state.
+
+A plain dictionary: a TensorDict is made once a rollout, not once a step.
+"""
+
+Actor: TypeAlias = Callable[[Carry], dict[str, Tensor]]
+"""Maps a carry to ``action``, the next recurrent state, and whatever else the caller wants stored."""
+
+
+class EnvStep(NamedTuple):
+    """What one step of a ``VecEnv`` returns."""
+
+    obs: Observation
+    """``[N]`` what the policy sees next, already reset where an episode ended."""
+    reward: Tensor
+    """``[N, 1]`` float32."""
+    terminated: Tensor
+    """``[N, 1]`` bool: the task itself ended (success, failure)."""
+    truncated: Tensor
+    """``[N, 1]`` bool: a time limit cut the episode; its state still has a value."""
+    final_obs: Observation | None = None
+    """``[N]`` the true successor where an episode ended (other rows are free); None when nothing ended."""
+    metric: Mapping[str, Tensor] = {}
+    """``[N, 1]`` float32 for each declared metric, of the step itself, not of the state after a reset."""
+    log: Mapping[str, Tensor | float] = {}
+    """Free-form numbers of the simulator, logged under ``env/``."""
+
+
+class PolicyOutput(NamedTuple):
+    """What ``Policy.forward`` returns."""
+
+    action: Tensor
+    """``[..., A]``"""
+    log_prob: Tensor
+    """``[..., 1]`` of the returned action under the policy."""
+    value: Tensor
+    """``[..., 1]``"""
+
+
+class Evaluation(NamedTuple):
+    """What ``Policy.evaluate`` returns for a batch of stored actions; each is ``[..., 1]``."""
+
+    log_prob: Tensor
+    entropy: Tensor
+    value: Tensor
