@@ -139,11 +139,11 @@ def test_a_mujoco_task_of_another_package_is_replayed() -> None:
 
         def reset_model(self) -> Any:
             self.count = 0
-            return super().reset_model()
+            return super().reset_model()  # type: ignore[no-untyped-call]
 
         def step(self, action: Any) -> Any:
             self.count += 1
-            obs, _, *rest = super().step(action)
+            obs, _, *rest = super().step(action)  # type: ignore[no-untyped-call]
             return obs, -self.count, *rest
 
     env, other = GymVecEnv([Tired]), GymVecEnv([Tired])

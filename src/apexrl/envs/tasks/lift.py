@@ -56,8 +56,8 @@ COLUMNS: Final = {
     "held_y": 11,  # height at which the block was last held, 0 once it rests
 }
 """The columns of the state."""
-START_LOW: Final = (-0.3, 0.15, -0.35, 0.0, 0.03)
-START_HIGH: Final = (0.3, 0.3, 0.35, 0.0, 0.04)
+START_LOW: Final = (-0.2, 0.2, -0.25, 0.0, 0.03)
+START_HIGH: Final = (0.2, 0.3, 0.25, 0.0, 0.04)
 """The range of the first five columns at the start; the others are 0, and the gripper is open."""
 
 # Of the first eleven columns, and of the block's place seen from the finger tips.
@@ -75,7 +75,8 @@ class Lift(TensorTask):
     the table, or falls on the table from more than 5 cm.
 
     reward = 0.2 reach + 0.3 grasp + 0.5 lift, each in [0, 1]:
-    reach = 1 - tanh(5 · distance of the finger tips from the block's foot), 1 while held;
+    reach = half for the finger tips' distance from the block's foot along x, half for that along y where the
+    block fits between the fingers, each as 1 - tanh(5 · distance); 1 while held;
     grasp = 1 while held; lift = min(height / target_height, 1) while held.
 
     The observation ``[N, 13]``, scaled to order 1: gripper x, y; block x, y, size; gripper velocity (2);
@@ -182,8 +183,11 @@ class Lift(TensorTask):
     def _metrics(self, state: Tensor, fail: Tensor) -> dict[str, Tensor]:
         held = state[:, 10:11]
         height = state[:, 3:4] * held
-        distance = (state[:, 2:4] - state[:, 0:2]).square().sum(1, keepdim=True).sqrt()
-        near = 1.0 - torch.tanh(REACH_SCALE * distance)
+        away = (state[:, 2:4] - state[:, 0:2]).abs()
+        near_x, near_y = (1.0 - torch.tanh(REACH_SCALE * away)).chunk(2, 1)
+        # Going down pays only where the block fits between the fingers, or they would come down beside it.
+        fits = away[:, 0:1] <= state[:, 9:10] - state[:, 4:5] + TOUCH
+        near = 0.5 * (near_x + near_y * fits)
         return {
             "reach_reward": REACH_WEIGHT * torch.maximum(near, held),
             "grasp_reward": GRASP_WEIGHT * held,

@@ -1,0 +1,94 @@
+import math
+
+import pytest
+import torch
+
+from apexrl.models.distributions import DiagGaussian, MultiCategorical, SquashedGaussian
+
+
+def test_gaussian_against_torch() -> None:
+    mean, log_std = torch.randn(5, 3), torch.tensor([0.1, -1.0, 0.5])
+    ours, theirs = DiagGaussian(mean, log_std), torch.distributions.Normal(mean, log_std.exp())
+    action = torch.randn(5, 3)
+    torch.testing.assert_close(ours.log_prob(action), theirs.log_prob(action).sum(-1, keepdim=True))
+    torch.testing.assert_close(ours.entropy(), theirs.entropy().sum(-1, keepdim=True))
+    assert torch.equal(ours.mode, mean)
+
+
+def test_gaussian_samples_have_its_moments() -> None:
+    torch.manual_seed(0)
+    sample = DiagGaussian(torch.full((200_000, 1), 2.0), torch.tensor([math.log(0.5)])).sample()
+    assert abs(sample.mean().item() - 2.0) < 0.01
+    assert abs(sample.std().item() - 0.5) < 0.01
+
+
+def test_squashed_gaussian_against_torch_transforms() -> None:
+    low, high = torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 1.0])
+    mean, log_std = torch.randn(4, 2, dtype=torch.float64), torch.tensor([-0.5, 0.2], dtype=torch.float64)
+    low, high = low.double(), high.double()
+    ours = SquashedGaussian(mean, log_std, low, high)
+    theirs = torch.distributions.TransformedDistribution(
+        torch.distributions.Normal(mean, log_std.exp()),
+        [
+            torch.distributions.TanhTransform(),
+            torch.distributions.AffineTransform((high + low) / 2, (high - low) / 2),
+        ],
+    )
+    action = ours.sample()
+    torch.testing.assert_close(ours.log_prob(action), theirs.log_prob(action).sum(-1, keepdim=True))
+
+
+def test_squashed_gaussian_stays_inside_its_bounds_and_finite_at_them() -> None:
+    low, high = torch.tensor([-1.0]), torch.tensor([3.0])
+    wide = SquashedGaussian(torch.full((1000, 1), 20.0), torch.tensor([1.0]), low, high)
+    action = wide.sample()
+    assert (action >= low).all()
+    assert (action <= high).all()
+    assert wide.log_prob(action).isfinite().all()
+    assert wide.entropy().isfinite().all()
+
+
+def test_squashed_entropy_estimates_the_integral() -> None:
+    torch.manual_seed(0)
+    low, high = torch.tensor([-2.0]), torch.tensor([2.0])
+    single = SquashedGaussian(torch.tensor([[0.3]]), torch.tensor([-0.7]), low, high)
+    grid = torch.linspace(-1.9999, 1.9999, 200_001).unsqueeze(-1)
+    log_p = single.log_prob(grid)
+    integral = -(log_p.exp() * log_p).sum().item() * (4.0 / 200_001)
+    many = SquashedGaussian(torch.full((100_000, 1), 0.3), torch.tensor([-0.7]), low, high)
+    assert abs(many.entropy().mean().item() - integral) < 0.01
+
+
+def test_categorical_against_torch() -> None:
+    logits = torch.randn(6, 4)
+    ours, theirs = MultiCategorical(logits, [4]), torch.distributions.Categorical(logits=logits)
+    action = torch.randint(4, (6, 1))
+    torch.testing.assert_close(ours.log_prob(action), theirs.log_prob(action.squeeze(-1)).unsqueeze(-1))
+    torch.testing.assert_close(ours.entropy(), theirs.entropy().unsqueeze(-1))
+    assert torch.equal(ours.mode.squeeze(-1), logits.argmax(-1))
+
+
+def test_categorical_samples_by_its_probabilities() -> None:
+    torch.manual_seed(0)
+    probabilities = torch.tensor([0.1, 0.6, 0.3])
+    sample = MultiCategorical(probabilities.log().expand(100_000, 3), [3]).sample()
+    frequency = torch.bincount(sample.flatten(), minlength=3) / 100_000
+    torch.testing.assert_close(frequency, probabilities, atol=0.01, rtol=0.0)
+
+
+def test_multi_categorical_is_a_product() -> None:
+    logits = torch.randn(7, 5)
+    joint = MultiCategorical(logits, [2, 3])
+    first, second = MultiCategorical(logits[:, :2], [2]), MultiCategorical(logits[:, 2:], [3])
+    action = joint.sample()
+    assert action.shape == (7, 2)
+    torch.testing.assert_close(joint.log_prob(action), first.log_prob(action[:, :1]) + second.log_prob(action[:, 1:]))
+    torch.testing.assert_close(joint.entropy(), first.entropy() + second.entropy())
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
+def test_shapes_for_any_leading_dimensions(leading: tuple[int, ...]) -> None:
+    gaussian = DiagGaussian(torch.zeros(*leading, 4), torch.zeros(4))
+    assert gaussian.log_prob(gaussian.sample()).shape == (*leading, 1)
+    choice = MultiCategorical(torch.zeros(*leading, 5), [2, 3])
+    assert choice.log_prob(choice.sample()).shape == (*leading, 1)

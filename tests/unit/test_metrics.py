@@ -1,0 +1,143 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from apexrl.metrics import (
+    EpisodeMetrics,
+    MetricSpec,
+    Reduce,
+    aggregate_metrics,
+    evaluation_log_names,
+    to_host,
+    training_log_names,
+)
+
+
+def steps(*values: float | bool) -> Tensor:
+    """``[T, 1, 1]``"""
+    return torch.tensor(values).view(-1, 1, 1)
+
+
+def fold(metrics: EpisodeMetrics, specs: list[MetricSpec], **storage: Tensor) -> dict[str, list[float]]:
+    finished = aggregate_metrics(storage, {spec.name: spec for spec in specs}, metrics)
+    return {name: value[finished.ended].tolist() for name, value in finished.value.items()}
+
+
+def test_two_episodes_in_one_rollout() -> None:
+    episodes = fold(EpisodeMetrics(), [], reward=steps(1.0, 2.0, 4.0, 8.0), done=steps(False, True, True, False))
+    assert episodes["return"] == [3.0, 4.0]
+    assert episodes["episode_len"] == [2.0, 1.0]
+    assert episodes["reward"] == [1.5, 4.0]
+
+
+def test_an_episode_that_spans_rollouts_is_counted_whole() -> None:
+    metrics = EpisodeMetrics()
+    assert fold(metrics, [], reward=steps(1.0, 2.0), done=steps(False, False))["return"] == []
+    assert fold(metrics, [], reward=steps(4.0), done=steps(False))["return"] == []
+    episodes = fold(metrics, [], reward=steps(8.0, 16.0), done=steps(True, False))
+    assert episodes["return"] == [15.0]
+    assert episodes["episode_len"] == [4.0]
+    assert fold(metrics, [], reward=steps(0.0), done=steps(True))["return"] == [16.0]
+
+
+def test_environments_do_not_mix() -> None:
+    reward = torch.tensor([[1.0, 10.0], [2.0, 20.0]]).unsqueeze(-1)
+    done = torch.tensor([[False, True], [True, True]]).unsqueeze(-1)
+    finished = aggregate_metrics({"reward": reward, "done": done}, {}, EpisodeMetrics())
+    assert finished.ended.tolist() == [[True, True], [False, True], [False, False]]
+    assert finished.value["return"][0].tolist() == [3.0, 10.0]
+    assert finished.value["return"][1, 1].item() == 20.0
+
+
+@pytest.mark.parametrize(
+    ("reduce", "expected"), [("sum", [3.0, 5.0]), ("mean", [1.5, 2.5]), ("max", [4.0, 7.0]), ("min", [-1.0, -2.0]), ("last", [-1.0, 7.0])]
+)  # fmt: skip
+def test_reductions(reduce: Reduce, expected: list[float]) -> None:
+    episodes = fold(
+        EpisodeMetrics(),
+        [MetricSpec("height", reduce)],
+        reward=steps(0.0, 0.0, 0.0, 0.0),
+        done=steps(False, True, False, True),
+        height=steps(4.0, -1.0, -2.0, 7.0),
+    )
+    assert episodes["height"] == expected
+
+
+@pytest.mark.parametrize(("reduce", "expected"), [("max", 9.0), ("min", -3.0), ("sum", 8.0), ("mean", 2.0)])
+def test_reductions_across_rollouts(reduce: Reduce, expected: float) -> None:
+    metrics, specs = EpisodeMetrics(), [MetricSpec("height", reduce)]
+    fold(metrics, specs, reward=steps(0.0, 0.0), done=steps(False, False), height=steps(9.0, -3.0))
+    episodes = fold(metrics, specs, reward=steps(0.0, 0.0), done=steps(False, True), height=steps(1.0, 1.0))
+    assert episodes["height"] == [expected]
+
+
+def test_success_once_and_at_the_end_differ() -> None:
+    episodes = fold(
+        EpisodeMetrics(),
+        [MetricSpec("success"), MetricSpec("fail")],
+        reward=steps(0.0, 0.0, 0.0, 0.0),
+        done=steps(False, True, False, True),
+        success=steps(1.0, 0.0, 0.0, 1.0),
+        fail=steps(0.0, 1.0, 0.0, 0.0),
+    )
+    assert episodes["success_once"] == [1.0, 1.0]
+    assert episodes["success_at_end"] == [0.0, 1.0]
+    assert episodes["fail_once"] == [1.0, 0.0]
+    assert "success" not in episodes
+
+
+def test_a_missing_metric_is_left_out_of_means_not_counted_as_zero() -> None:
+    metrics = EpisodeMetrics()
+    nan = math.nan
+    episodes = fold(
+        metrics,
+        [MetricSpec("grasp_reward", "mean")],
+        reward=steps(1.0, 1.0, 1.0, 1.0),
+        done=steps(False, True, False, True),
+        grasp_reward=steps(nan, 4.0, nan, nan),
+    )
+    assert episodes["grasp_reward"][0] == 4.0
+    assert math.isnan(episodes["grasp_reward"][1])
+    assert metrics.means()["grasp_reward"].item() == 4.0
+
+
+def test_means_cover_everything_since_clear() -> None:
+    metrics = EpisodeMetrics()
+    fold(metrics, [], reward=steps(1.0, 3.0), done=steps(True, True))
+    fold(metrics, [], reward=steps(8.0), done=steps(True))
+    assert metrics.means()["return"].item() == 4.0
+    metrics.clear()
+    fold(metrics, [], reward=steps(5.0), done=steps(True))
+    assert metrics.means()["return"].item() == 5.0
+
+
+def test_means_are_nan_while_no_episode_ended() -> None:
+    metrics = EpisodeMetrics()
+    fold(metrics, [], reward=steps(1.0), done=steps(False))
+    assert math.isnan(metrics.means()["return"].item())
+
+
+def test_state_goes_on_after_a_round_trip() -> None:
+    before, after = EpisodeMetrics(), EpisodeMetrics()
+    fold(before, [], reward=steps(1.0, 2.0), done=steps(True, False))
+    after.load_state_dict(before.state_dict(), torch.device("cpu"))
+    assert fold(after, [], reward=steps(4.0), done=steps(True))["return"] == [6.0]
+    assert after.means()["return"].item() == 3.5
+
+
+def test_log_names() -> None:
+    specs = {"grasp_reward": MetricSpec("grasp_reward"), "velocity": MetricSpec("velocity", group="reward_components")}
+    assert training_log_names("return", specs) == ["rollout/return", "episode/mean_reward"]
+    assert training_log_names("success_once", specs) == ["rollout/success_once", "rollout/success_rate"]
+    assert training_log_names("grasp_reward", specs) == ["reward/grasp_reward"]
+    assert training_log_names("velocity", specs) == ["reward_components/velocity"]
+    assert evaluation_log_names("fail_once") == ["eval/fail_once", "eval/fail_rate"]
+    assert evaluation_log_names("grasp_reward") == ["eval_reward/grasp_reward"]
+
+
+def test_to_host_mixes_tensors_and_floats() -> None:
+    host = to_host({"a": torch.tensor(1.5), "b": 2, "c": torch.tensor(3)})
+    assert host == {"a": 1.5, "b": 2.0, "c": 3.0}
+    assert all(type(value) is float for value in host.values())

@@ -1,0 +1,79 @@
+import torch
+from torch import nn
+
+from apexrl.optim import FlatAdam
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def flat_step(module: nn.Module, optimizer: FlatAdam, x: torch.Tensor, skip: float = 0.0) -> None:
+    optimizer.zero_grad()
+    module(x).square().sum().backward()
+    optimizer.step(optimizer.gradient_norm(), skip=torch.tensor(skip))
+
+
+def test_equals_torch_adam_with_clipping() -> None:
+    ours, theirs = network(), network()
+    flat = FlatAdam(ours.parameters(), 1e-2, eps=1e-5, max_grad_norm=0.5)
+    plain = torch.optim.Adam(theirs.parameters(), lr=1e-2, eps=1e-5)
+    for _ in range(5):
+        x = torch.randn(7, 3)
+        flat_step(ours, flat, x)
+        plain.zero_grad()
+        theirs(x).square().sum().backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        plain.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_skipped_step_changes_neither_parameters_nor_moments() -> None:
+    module = network()
+    optimizer = FlatAdam(module.parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
+    flat_step(module, optimizer, torch.ones(2, 3))
+    before, moments = optimizer.flat.detach().clone(), optimizer.state_dict()["state"]
+    flat_step(module, optimizer, torch.full((2, 3), float("nan")), skip=1.0)
+    assert torch.equal(optimizer.flat, before)
+    for name, value in optimizer.state_dict()["state"].items():
+        assert torch.equal(value, moments[name]), name
+
+
+def test_parameters_are_views_and_loading_a_state_dict_keeps_them_so() -> None:
+    module, other = network(0), network(1)
+    optimizer = FlatAdam(module.parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
+    module.load_state_dict(other.state_dict())
+    assert torch.equal(optimizer.flat, torch.cat([p.flatten() for p in other.parameters()]))
+
+
+def test_gradients_come_back_after_zero_grad_on_the_module() -> None:
+    module = network()
+    optimizer = FlatAdam(module.parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
+    module.zero_grad(set_to_none=True)
+    before = optimizer.flat.detach().clone()
+    flat_step(module, optimizer, torch.ones(2, 3))
+    assert not torch.equal(optimizer.flat, before)
+
+
+def test_state_goes_on_exactly() -> None:
+    first, second = network(), network()
+    a = FlatAdam(first.parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
+    flat_step(first, a, torch.ones(2, 3))
+    a.learning_rate.fill_(3e-3)
+    b = FlatAdam(second.parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
+    second.load_state_dict(first.state_dict())
+    b.load_state_dict(a.state_dict())
+    flat_step(first, a, torch.full((2, 3), 0.5))
+    flat_step(second, b, torch.full((2, 3), 0.5))
+    assert torch.equal(a.flat, b.flat)
+
+
+def test_the_learning_rate_tensor_is_what_adam_uses() -> None:
+    module = network()
+    optimizer = FlatAdam(module.parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
+    optimizer.learning_rate.fill_(0.0)
+    before = optimizer.flat.detach().clone()
+    flat_step(module, optimizer, torch.ones(2, 3))
+    assert torch.equal(optimizer.flat, before)

@@ -1,0 +1,107 @@
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+import apexrl
+from apexrl.rollout import rollout
+from apexrl.types import Carry
+from tests.scripted import ScriptedEnv
+
+
+def constant_actor(carry: Carry) -> dict[str, Tensor]:
+    return {"action": torch.zeros(len(carry["observation"]), 1)}
+
+
+def run(env: ScriptedEnv, num_steps: int, **options: object) -> tuple[TensorDict, Carry]:
+    return rollout(env, constant_actor, {"observation": env.reset()}, num_steps, **options)  # type: ignore[arg-type]
+
+
+def test_the_batch_holds_what_the_environment_gave() -> None:
+    batch, carry = run(ScriptedEnv([3, 2], [False, True]), 4)
+    assert batch.batch_size == torch.Size([4, 2])
+    assert batch["observation"][:, 0, 0].tolist() == [0, 1, 2, 0]
+    assert batch["observation"][:, 1, 0].tolist() == [100, 101, 100, 101]
+    assert batch["reward"].squeeze(-1).T.tolist() == [[1, 2, 3, 1], [1, 2, 1, 2]]
+    assert batch["terminated"].squeeze(-1).T.tolist() == [[False, False, True, False], [False] * 4]
+    assert batch["truncated"].squeeze(-1).T.tolist() == [[False] * 4, [False, True, False, True]]
+    assert torch.equal(batch["done"], batch["terminated"] | batch["truncated"])
+    assert carry["observation"][:, 0].tolist() == [1, 100]
+
+
+def test_observations_are_copied_out_of_the_simulators_buffer() -> None:
+    env = ScriptedEnv([9], [False])
+    batch, _ = run(env, 3)
+    env.buffer.fill_(-1.0)
+    assert batch["observation"][:, 0, 0].tolist() == [0, 1, 2]
+
+
+def test_the_successor_of_an_ended_episode_is_its_own_last_state() -> None:
+    batch, _ = run(ScriptedEnv([3, 2], [False, True]), 4)
+    assert batch["next_observation"][:, 0, 0].tolist() == [1, 2, 3, 1]
+    assert batch["next_observation"][:, 1, 0].tolist() == [101, 102, 101, 102]
+    assert batch["next_observation"][:, 1, 1].tolist() == [0, 0, 1, 1], "the episode counter of the ended episode"
+
+
+def test_a_hidden_successor_is_replaced_by_the_last_visible_state_not_by_the_reset() -> None:
+    batch, _ = run(ScriptedEnv([2], [True], gives_final_obs=False), 3)
+    assert batch["next_observation"][:, 0, 0].tolist() == [1, 1, 1]
+    assert batch["next_observation"][:, 0, 1].tolist() == [0, 0, 1]
+
+
+def test_keep_stores_only_what_is_asked_for() -> None:
+    batch, _ = run(ScriptedEnv([3], [False]), 2, keep=("action",))
+    assert set(batch.keys()) == {"action", "reward", "terminated", "truncated", "done", "metric", "log"}
+
+
+def test_metrics_and_log_are_stored_and_a_missing_value_is_nan() -> None:
+    batch, _ = run(ScriptedEnv([3, 2], [False, True]), 3)
+    odd = batch["metric", "odd"].squeeze(-1)
+    assert odd[0].tolist() == [1, 1]
+    assert odd.isnan().T.tolist() == [[False, False, True], [False, True, False]]
+    assert batch["log", "height"][:, 0, 0].tolist() == [1.0, 2.0, 2.0]
+
+
+def test_until_done_stops_when_the_slowest_environment_has_ended() -> None:
+    batch, _ = run(ScriptedEnv([3, 5], [False, False]), 100, until_done=True)
+    assert batch.batch_size == torch.Size([5, 2])
+
+
+def test_recurrent_state_is_carried_stored_and_zeroed_where_an_episode_ended() -> None:
+    def counting_actor(carry: Carry) -> dict[str, Tensor]:
+        return {"action": torch.zeros(2, 1), "hidden": carry["hidden"] + 1}
+
+    env = ScriptedEnv([2, 9], [False, False])
+    batch, carry = rollout(env, counting_actor, {"observation": env.reset(), "hidden": torch.zeros(2, 1)}, 3)
+    assert batch["hidden"].squeeze(-1).T.tolist() == [[0, 1, 0], [0, 1, 2]]
+    assert carry["hidden"].flatten().tolist() == [1, 3]
+
+
+def test_two_rollouts_go_on_where_one_would() -> None:
+    env = ScriptedEnv([3, 2], [False, True])
+    whole, _ = run(env, 6)
+    first, carry = run(env, 2)
+    second, _ = rollout(env, constant_actor, carry, 4)
+    joined = torch.cat((first, second))
+    for key in ("observation", "reward", "done", "next_observation"):
+        assert torch.equal(joined[key], whole[key]), key
+
+
+def test_nothing_in_the_batch_needs_gradients() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    env = ScriptedEnv([3], [False])
+    batch, _ = rollout(env, lambda carry: {"action": carry["observation"][:, :1] * weight}, {"observation": env.reset()}, 2)
+    assert not batch["action"].requires_grad
+
+
+def test_the_environment_is_stepped_in_one_place_of_the_package() -> None:
+    source = Path(apexrl.__file__).parent
+    places = [
+        f"{path.relative_to(source)}:{number}"
+        for path in sorted(source.rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if "env.step" in line or "envs.step" in line
+    ]
+    assert len(places) == 1, places
+    assert places[0].startswith("rollout.py:")
