@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -42,6 +43,12 @@ class TaskConfig:
             raise ConfigError(
                 f"task.num_workers must lie between 0 and task.num_envs ({self.num_envs}), got {self.num_workers}."
             )
+        for name, value in self.kwargs.items():
+            if not _is_plain(value):
+                raise ConfigError(
+                    f"task.kwargs.{name} must be text, a number, a list or a mapping of these, got {value!r}; "
+                    "quote it to make it text."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +186,10 @@ def read_source(source: str) -> dict[str, Any]:
     path = Path(source)
     if path.suffix in (".yaml", ".yml") or path.exists():
         if not path.is_file():
-            raise ConfigError(f"There is no configuration file at {path}.")
+            raise ConfigError(
+                f"There is no configuration file at {path}; give an existing one, or a preset: "
+                f"{', '.join(preset_names())}."
+            )
         return parse_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path))
     raise ConfigError(
         f"Unknown preset '{source}'; presets are {', '.join(preset_names())}, or give a YAML file."
@@ -191,7 +201,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     """Parse YAML without tags that could run code."""
     try:
         raw = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not plain YAML: {' '.join(str(error).split())}") from error
     if raw is None:
         return {}
@@ -208,13 +218,15 @@ def with_overrides(raw: Mapping[str, Any], overrides: Iterable[tuple[str, str]])
         _require_known(name, parents, last)
         place = merged
         for parent in parents:
-            inner = place.setdefault(parent, {})
+            inner = place.get(parent)
+            if inner is None:
+                inner = place[parent] = {}
             if not isinstance(inner, dict):
                 raise ConfigError(f"'{name}' cannot be set: '{parent}' is {inner!r}, not a section.")
             place = inner
         try:
             place[last] = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             place[last] = text
     return merged
 
@@ -232,10 +244,10 @@ def make_config(raw: Mapping[str, Any]) -> Config:
             problems.append(
                 f"Unknown section '{name}'; sections are {', '.join(SECTIONS)}.{did_you_mean(str(name), SECTIONS)}"
             )
-        elif not isinstance(values, dict):
+        elif not isinstance(values, dict | None):
             problems.append(f"Section '{name}' must hold fields, got {values!r}.")
         else:
-            sections[name] = _section(name, values, problems)
+            sections[name] = _section(name, values or {}, problems)
     if problems:
         raise ConfigError("\n".join(problems))
     return Config(**sections)
@@ -263,21 +275,38 @@ def _section(name: str, values: dict[str, Any], problems: list[str]) -> Any:
     section = SECTIONS[name]
     if name == "algo":
         wanted = values.get("name", "ppo")
-        if wanted not in ALGORITHMS:
+        if not isinstance(wanted, str) or wanted not in ALGORITHMS:
             problems.append(
                 f"algo.name must be one of {sorted(ALGORITHMS)}, got {wanted!r}.{did_you_mean(str(wanted), ALGORITHMS)}"
             )
             return None
         section = ALGORITHMS[wanted][1]
-    known = [entry.name for entry in fields(section)]
-    unknown = [key for key in values if key not in known]
-    for key in unknown:
-        problems.append(f"Unknown field '{name}.{key}'; fields are {', '.join(known)}.{did_you_mean(str(key), known)}")
+    known = {entry.name: str(entry.type) for entry in fields(section)}
+    checked: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            problems.append(
+                f"Unknown field '{name}.{key}'; fields are {', '.join(known)}.{did_you_mean(str(key), known)}"
+            )
+        elif known[key].startswith(("int", "float")):
+            checked[key] = number = _number(value)
+            if isinstance(number, bool) or (isinstance(number, float) and not math.isfinite(number)):
+                problems.append(f"{name}.{key} must be a finite number, got {value!r}.")
+        else:
+            checked[key] = value
     try:
-        return TypeAdapter(section).validate_python({key: values[key] for key in values if key not in unknown})
+        return TypeAdapter(section).validate_python(checked)
     except ValidationError as error:
         problems += [_problem(name, entry) for entry in error.errors()]
         return None
+
+
+def _number(value: Any) -> Any:
+    """Read text such as 1e6, which YAML does not take for a number."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _problem(section: str, entry: Any) -> str:
@@ -285,7 +314,7 @@ def _problem(section: str, entry: Any) -> str:
     if isinstance(cause, ConfigError):
         return str(cause)
     path = ".".join(str(part) for part in (section, *entry["loc"]))
-    text = entry["msg"][0].lower() + entry["msg"][1:]
+    text = (entry["msg"][0].lower() + entry["msg"][1:]).replace("valid tuple", "list, such as [64, 64]")
     return f"{path}: {text}, got {entry['input']!r}."
 
 
@@ -293,6 +322,15 @@ def _require_known(name: str, parents: list[str], last: str) -> None:
     paths = [f"{section}.{entry.name}" for section, cls in SECTIONS.items() for entry in fields(cls)]
     if not parents or (name not in paths and parents[:2] != ["task", "kwargs"]):
         raise ConfigError(f"Unknown option '--{name}'.{did_you_mean(name, paths)} 'apexrl train --help' lists all.")
+
+
+def _is_plain(value: Any) -> bool:
+    """Say whether YAML and checkpoints give a value back as it is."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _copied(raw: Any) -> Any:

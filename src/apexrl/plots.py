@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from apexrl.errors import RunDirError
+from apexrl.errors import ConfigError, RunDirError
 from apexrl.loggers import read_json_lines
 
 _PANELS = (
@@ -18,12 +18,14 @@ _PANELS = (
 
 def plot_runs(run_dirs: Sequence[Path], path: Path) -> Path:
     """Draw the learning curves of one or several runs: training as lines, evaluations as points with intervals."""
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"--output {path} must end in .png, .pdf or .svg.")
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    runs = [(run.name, *_records(run)) for run in run_dirs]
+    runs = [(run.resolve().name, *_records(run)) for run in run_dirs]
     panels = [
         panel
         for panel in _PANELS
@@ -56,7 +58,7 @@ def plot_runs(run_dirs: Sequence[Path], path: Path) -> Path:
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
-    figure.savefig(temporary, dpi=130, format=path.suffix.lstrip(".") or "png")
+    figure.savefig(temporary, dpi=130, format=path.suffix.lstrip("."))
     plt.close(figure)
     return temporary.replace(path)
 
@@ -68,7 +70,7 @@ def _records(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _draw_evaluations(axis: Any, records: list[dict[str, Any]], name: str, color: str, label: str) -> None:
-    known = [record for record in records if name in record]
+    known = [record for record in records if name in record and f"{name}_interval" in record]
     if not known:
         return
     means = [record[name] for record in known]

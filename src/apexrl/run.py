@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
+import shutil
+import time
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
@@ -27,45 +33,62 @@ RESUMABLE_SECTIONS = ("training", "logging", "features")
 def start(config: Config, run_dir: Path, loggers: Sequence[Logger] = ()) -> Trainer:
     """Make a trainer in a new run directory, which gets the whole configuration."""
     _claim(run_dir)
-    _write_config(run_dir, config)
     try:
+        _write_config(run_dir, config)
         return make_trainer(config, run_dir, loggers)
-    except ApexRLError:
-        (run_dir / "config.yaml").unlink()
-        run_dir.rmdir()
+    except BaseException:
+        shutil.rmtree(run_dir, ignore_errors=True)  # it was empty
         raise
+
+
+def new_run_dir(name: str) -> Path:
+    """Make a directory ``runs/<name>-<time>`` of its own, also for runs that start in the same second."""
+    stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(1):
+        run_dir = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+        try:
+            run_dir.mkdir(parents=True)
+        except FileExistsError:
+            if not run_dir.exists():  # a file stands where a parent should be
+                raise
+        else:
+            return run_dir
+    raise AssertionError("unreachable")
 
 
 def resume(run_dir: Path, overrides: Iterable[tuple[str, str]] = (), loggers: Sequence[Logger] = ()) -> Trainer:
     """Go on from the newest checkpoint of a run, or from the start when it has none yet.
 
-    Log lines after the checkpoint are dropped, because they are written again.
+    Log lines after the checkpoint are dropped, because they are written again. Nothing changes when this fails.
     """
     config = resumed_config(run_dir, overrides)
     paths = checkpoint.numbered(run_dir / "checkpoints")
-    content = checkpoint.load(paths[-1]) if paths else {"iteration": 0, "total_steps": 0}
-    for name in ("metrics.jsonl", "evaluations.jsonl"):
-        cut_json_lines(run_dir / name, content["iteration"])
-    trainer = make_trainer(config, run_dir, loggers, purge_step=content["total_steps"] + 1)
+    first_step = checkpoint.load(paths[-1])["total_steps"] + 1 if paths else 0
+    trainer = make_trainer(config, run_dir, loggers, purge_step=first_step)
     if paths:
-        trainer.load_checkpoint(paths[-1].resolve())
+        trainer.load_checkpoint(paths[-1].name)
+    cut_json_lines(run_dir / "metrics.jsonl", trainer.iteration)
+    # The checkpoint knows how many evaluations came before it: the one at the end of training came after.
+    cut_json_lines(run_dir / "evaluations.jsonl", trainer.iteration, max_lines=trainer.num_evaluations)
     _write_config(run_dir, config)
     return trainer
 
 
 def resumed_config(run_dir: Path, overrides: Iterable[tuple[str, str]] = ()) -> Config:
-    """Read a run's configuration and apply what may change."""
-    overrides = list(overrides)
-    for name, _ in overrides:
-        if name.split(".")[0] not in RESUMABLE_SECTIONS or name == "training.seed":
-            raise ConfigError(
-                f"'--{name}' cannot change when a run is resumed; only {', '.join(RESUMABLE_SECTIONS)} can "
-                "(not training.seed). Start a new run instead."
-            )
+    """Read a run's configuration and apply what may change; what may not can be repeated as it is."""
     path = run_dir / "config.yaml"
     if not path.is_file():
-        raise RunDirError(f"{run_dir} is not a run directory: it has no config.yaml.")
-    return make_config(with_overrides(parse_yaml(path.read_text(), str(path)), overrides))
+        raise RunDirError(f"{run_dir} is not a run directory: it has no config.yaml. Name one that 'apexrl train' made.")
+    stored = parse_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    before = make_config(stored)
+    for name, text in overrides:
+        changed = make_config(with_overrides(stored, [(name, text)])) != before
+        if changed and (name.split(".")[0] not in RESUMABLE_SECTIONS or name == "training.seed"):
+            raise ConfigError(
+                f"'--{name} {text}' cannot change when a run is resumed; only {', '.join(RESUMABLE_SECTIONS)} can "
+                "(not training.seed). Leave it out, or start a new run."
+            )
+    return make_config(with_overrides(stored, overrides))
 
 
 def make_trainer(
@@ -74,6 +97,8 @@ def make_trainer(
     """Make environment, policy, algorithm and loggers for a configuration."""
     device = prepare_device(config)
     torch.manual_seed(config.training.seed)
+    random.seed(config.training.seed)
+    np.random.seed(config.training.seed)
     env = make_task(config, device)
     policy = make_policy(config.policy, env, device)
     make: Any = ALGORITHMS[config.algo.name][0]
@@ -87,7 +112,8 @@ def make_trainer(
                 run_dir,
                 project=config.logging.wandb_project,
                 mode=config.logging.wandb,
-                run_id=run_dir.name,
+                run_id=_wandb_id(run_dir),
+                name=run_dir.resolve().name,
                 config=config.to_dict(),
             )
         )
@@ -129,7 +155,10 @@ def load_trained(source: Path) -> TrainedPolicy:
     if not content["config"]:
         raise ConfigError(f"{source} holds no configuration: it was saved by a runner, not by 'apexrl train'.")
     config = make_config(content["config"])
-    device = prepare_device(config)
+    try:
+        device = prepare_device(config)
+    except ConfigError:  # trained on a device that this machine does not have
+        device = find_device()
     env = make_task(config, device, 1)
     policy = make_policy(config.policy, env, device)
     env.close()
@@ -140,9 +169,14 @@ def load_trained(source: Path) -> TrainedPolicy:
 
 def make_task(config: Config, device: torch.device, num_envs: int | None = None) -> VecEnv:
     """Make the environments of a configuration."""
-    count = num_envs or config.task.num_envs
-    workers = min(config.task.num_workers, count)
-    return make_env(config.task.id, count, device=device, num_workers=workers, **config.task.kwargs)
+    task = config.task
+    count = num_envs or task.num_envs
+    try:
+        return make_env(task.id, count, device=device, num_workers=min(task.num_workers, count), **task.kwargs)
+    except ApexRLError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"task.kwargs {task.kwargs} cannot be given to '{task.id}': {error}.") from error
 
 
 def make_policy(cfg: PolicyConfig, env: VecEnv, device: torch.device) -> Policy:
@@ -186,7 +220,7 @@ def prepare_device(config: Config) -> torch.device:
         return find_device()
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"training.device '{name}' cannot be used here; use auto or cpu. {str(error).splitlines()[0]}"
@@ -206,6 +240,14 @@ def _claim(run_dir: Path) -> None:
         raise RunDirError(f"--run-dir {run_dir} cannot be made: {error.strerror}.") from error
     if not os.access(run_dir, os.W_OK):
         raise RunDirError(f"--run-dir {run_dir} cannot be written; name another directory.")
+
+
+def _wandb_id(run_dir: Path) -> str:
+    """Return an id that stays with the run directory and that no other run has."""
+    path = run_dir / "wandb_id.txt"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12])
+    return path.read_text().strip()
 
 
 def _write_config(run_dir: Path, config: Config) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from apexrl.errors import CheckpointError
 
 FORMAT = 1
 """Version of the layout; a reader refuses newer ones and migrates older ones."""
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""Format -> what turns a checkpoint of it into one of the next format."""
+KEYS = (
+    "policy", "algorithm", "collector", "env", "rng", "iteration", "total_steps", "num_evaluations", "config"
+)  # fmt: skip
+"""What every checkpoint holds."""
 _NUMBERED = re.compile(r"iteration_(\d+)\.pt")
 
 
@@ -58,17 +65,23 @@ def load(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise CheckpointError(f"{path} was not written by apexrl: it has no format number.")
+    while content["format"] in MIGRATIONS:
+        content = MIGRATIONS[content["format"]](content)
     if content["format"] != FORMAT:
+        fix = "Update apexrl." if content["format"] > FORMAT else "Load it with the version that wrote it."
         raise CheckpointError(
-            f"{path} has checkpoint format {content['format']}; this version reads format {FORMAT}. Update apexrl."
+            f"{path} has checkpoint format {content['format']}; this version reads format {FORMAT}. {fix}"
         )
+    missing = [key for key in KEYS if key not in content]
+    if missing:
+        raise CheckpointError(f"{path} was not written by apexrl: it lacks {', '.join(missing)}.")
     return content
 
 
-def numbered(directory: Path) -> list[Path]:
-    """Return the numbered checkpoints of a directory, oldest first."""
+def numbered(directory: Path, last_iteration: float = float("inf")) -> list[Path]:
+    """Return the numbered checkpoints of a directory up to an iteration, oldest first."""
     found = [(int(match[1]), path) for path in directory.glob("*.pt") if (match := _NUMBERED.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return [path for number, path in sorted(found) if number <= last_iteration]
 
 
 def latest(directory: Path) -> Path:
@@ -85,9 +98,9 @@ def load_module(module: nn.Module, state: Mapping[str, Any], path: Path) -> None
     problems = [f"'{name}' is missing" for name in own if name not in state]
     problems += [f"'{name}' is unknown" for name in state if name not in own]
     problems += [
-        f"'{name}' is {list(state[name].shape)} in the checkpoint and {list(value.shape)} here"
+        f"'{name}' is {list(getattr(state[name], 'shape', ()))} in the checkpoint and {list(value.shape)} here"
         for name, value in own.items()
-        if name in state and state[name].shape != value.shape
+        if name in state and getattr(state[name], "shape", None) != value.shape
     ]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
@@ -120,3 +133,13 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(numbers), gauss))
     keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))
+
+
+@contextmanager
+def kept_rng_state() -> Iterator[None]:
+    """Leave every global random generator as it was before the block."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 
@@ -23,7 +24,7 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signal(tell: Callable[[str], None]) -> Iterator[StopRequest]:
+def stop_on_signal() -> Iterator[StopRequest]:
     """Turn Ctrl-C and SIGTERM into a request, while the block runs in the main thread."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -33,7 +34,9 @@ def stop_on_signal(tell: Callable[[str], None]) -> Iterator[StopRequest]:
     def handle(number: int, _: FrameType | None) -> None:
         request.signal_number = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        tell("Stopping after this iteration, to save; press Ctrl-C again to stop at once.")
+        # Not print: it fails when the signal comes in the middle of another print.
+        with suppress(OSError):
+            os.write(2, b"\nStopping after this iteration, to save; press Ctrl-C again to stop at once.\n")
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

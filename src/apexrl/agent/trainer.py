@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from apexrl.collectors.sync import SyncCollector
 from apexrl.envs.base import VecEnv
 from apexrl.errors import CheckpointError, ConfigError, DivergenceError, EnvStateError
 from apexrl.evaluation import EvaluationResult, evaluate, save_step_csvs
-from apexrl.loggers import Logger, append_json_line
+from apexrl.loggers import ConsoleLogger, Logger, append_json_line
 from apexrl.metrics import to_host, training_log_names
 from apexrl.policies.base import Policy
 from apexrl.rollout import LOG
@@ -66,6 +67,9 @@ class TrainingConfig:
         ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ConfigError(f"training.{name} must not be negative, got {getattr(self, name)}.")
+        for name, most in (("seed", 2**31), ("num_threads", 1024)):
+            if getattr(self, name) > most:
+                raise ConfigError(f"training.{name} must be at most {most}, got {getattr(self, name)}.")
 
 
 class Trainer:
@@ -123,6 +127,10 @@ class Trainer:
         self.total_steps = 0
         """Environment steps so far, summed over environments."""
         self.num_evaluations = 0
+        self._saved_iteration: int | None = None
+        self._made_eval_envs: int | None = None
+        """How many environments were asked for, when this trainer made them."""
+        self._told: set[str] = set()
 
     def add_callback(self, event: str, handler: Callable[..., Any]) -> None:
         """Call ``handler`` at an event; see ``apexrl.agent.callbacks``."""
@@ -134,14 +142,14 @@ class Trainer:
         Ctrl-C and SIGTERM end the running iteration, save, and then leave as usual.
         """
         target = self.cfg.total_timesteps if total_timesteps is None else total_timesteps
-        with stop_on_signal(self.tell) as stop:
+        with stop_on_signal() as stop:
             try:
                 while self.total_steps < target and stop.signal_number is None:
                     self._iterate(target)
             except DivergenceError as error:
-                raise DivergenceError(f"{error}\n{self._last_good()}") from error
+                raise DivergenceError(f"{error} {self._last_good()}") from error
             except Exception:
-                self._save_once()
+                self._save_before_leaving()
                 raise
             self._save_once()
             stop.raise_if_set()
@@ -177,7 +185,7 @@ class Trainer:
     def _record(self, stats: dict[str, float], target: int) -> None:
         evaluated = self.cfg.eval_interval and self.iteration % self.cfg.eval_interval == 0
         if evaluated:
-            stats.update(self.evaluate(self.cfg.eval_episodes).logs())
+            stats.update(_known(self.evaluate(self.cfg.eval_episodes).logs()))
         if evaluated or self.iteration % self.log_interval == 0:
             for logger in self.loggers:
                 logger.log(stats)
@@ -205,17 +213,17 @@ class Trainer:
         on_progress: Callable[[int], None] | None = None,
     ) -> EvaluationResult:
         """Evaluate on separate environments; training goes on afterwards as if nothing had happened."""
-        if self.eval_env is None:
-            self.eval_env = self.env.spawn(min(self.cfg.eval_num_envs, n_episodes))
-        result = evaluate(
-            self.eval_env,
-            self.policy,
-            n_episodes,
-            deterministic=deterministic,
-            seed=self.cfg.seed + EVAL_SEED_OFFSET,
-            record_steps=self.save_step_csv,
-            on_progress=on_progress,
-        )
+        # Making environments draws random numbers, and their simulators may: training must not notice.
+        with checkpoint.kept_rng_state():
+            result = evaluate(
+                self._evaluation_env(min(self.cfg.eval_num_envs, n_episodes)),
+                self.policy,
+                n_episodes,
+                deterministic=deterministic,
+                seed=self.cfg.seed + EVAL_SEED_OFFSET,
+                record_steps=self.save_step_csv,
+                on_progress=on_progress,
+            )
         if self.run_dir is not None:
             record = {"iteration": self.iteration, "step": self.total_steps, **result.record()}
             append_json_line(self.run_dir / "evaluations.jsonl", record)
@@ -223,6 +231,16 @@ class Trainer:
                 save_step_csvs(result.step_rows, self.run_dir / "eval" / f"eval{self.num_evaluations}")
         self.num_evaluations += 1
         return result
+
+    def _evaluation_env(self, num_envs: int) -> VecEnv:
+        """Return the environments that were given, or ones made here in the wanted number."""
+        if self.eval_env is not None and self._made_eval_envs not in (None, num_envs):
+            self.eval_env.close()
+            self.eval_env = None
+        if self.eval_env is None:
+            self.eval_env = self.env.spawn(num_envs)
+            self._made_eval_envs = num_envs
+        return self.eval_env
 
     def save_checkpoint(self, name: str | Path | None = None) -> Path:
         """Save everything needed to go on; a relative name lies in ``save_dir``."""
@@ -257,6 +275,8 @@ class Trainer:
         self.num_evaluations = content["num_evaluations"]
         self._restore_env(content)
         checkpoint.set_rng_state(content["rng"])
+        if path.parent == self.save_dir and path.name == checkpoint.checkpoint_name(self.iteration):
+            self._saved_iteration = self.iteration
 
     def _restore_env(self, content: Mapping[str, Any]) -> None:
         try:
@@ -269,13 +289,21 @@ class Trainer:
             self.collector.load_state_dict(content["collector"])
 
     def _save_once(self) -> None:
-        """Save the numbered checkpoint of this iteration, unless it is there, and delete old ones."""
-        if self.save_dir is None or (self.save_dir / checkpoint.checkpoint_name(self.iteration)).exists():
+        """Save the numbered checkpoint of this iteration, unless that was done, and delete old ones."""
+        if self.save_dir is None or self._saved_iteration == self.iteration:
             return
         self.save_checkpoint()
+        self._saved_iteration = self.iteration
         if self.cfg.keep_checkpoints:
-            for path in checkpoint.numbered(self.save_dir)[: -self.cfg.keep_checkpoints]:
+            for path in checkpoint.numbered(self.save_dir, self.iteration)[: -self.cfg.keep_checkpoints]:
                 path.unlink()
+
+    def _save_before_leaving(self) -> None:
+        """Save after an exception, if that still works; it must not hide what went wrong."""
+        try:
+            self._save_once()
+        except Exception as error:
+            self.tell(f"No checkpoint could be saved at iteration {self.iteration}: {error} {self._last_good()}")
 
     def _checkpoint_path(self, name: str | Path) -> Path:
         path = Path(name)
@@ -288,16 +316,18 @@ class Trainer:
         return self.save_dir / path
 
     def _last_good(self) -> str:
-        paths = checkpoint.numbered(self.save_dir) if self.save_dir is not None else []
+        paths = checkpoint.numbered(self.save_dir, self.iteration) if self.save_dir is not None else []
         return f"The last good checkpoint is {paths[-1]}." if paths else "No checkpoint had been saved."
 
     def tell(self, text: str, once: bool = False) -> None:
-        """Show a line to the user; with ``once`` only the first time."""
-        told: set[str] = self.__dict__.setdefault("_told", set())
-        if not (once and text in told):
-            told.add(text)
-            for logger in self.loggers:
-                logger.message(text)
+        """Show a line to the user, on the console or else as a warning; with ``once`` only the first time."""
+        if once and text in self._told:
+            return
+        self._told.add(text)
+        for logger in self.loggers:
+            logger.message(text)
+        if not any(isinstance(logger, ConsoleLogger) for logger in self.loggers):
+            logging.getLogger("apexrl").warning(text)
 
     def close(self) -> None:
         """Close loggers and environments."""

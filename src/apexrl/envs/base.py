@@ -56,7 +56,9 @@ class VecEnv(ABC):
         """Apply one action ``[N, A]`` to each environment."""
 
     def spawn(self, num_envs: int) -> VecEnv:
-        """Make an independent environment of the same kind, for evaluation.
+        """Make independent environments of the same kind, for evaluation.
+
+        A simulator with a fixed number of environments may return that number instead.
 
         Raises:
             EnvError: when the environment cannot make another of its kind.

@@ -527,8 +527,6 @@ def _load_mujoco(simulator: gym.Env[Any, Any], state: Mapping[str, Any]) -> None
         raise StateError(f"{state['type']} needs {size} numbers for its state, {len(physics)} were saved.")
     mujoco.mj_setState(model, data, physics, mujoco.mjtState.mjSTATE_INTEGRATION)
     mujoco.mj_forward(model, data)
-    # Again, because mj_forward moves the solver's warm start.
-    mujoco.mj_setState(model, data, physics, mujoco.mjtState.mjSTATE_INTEGRATION)
     for name, saved in state["derived"].items():
         getattr(data, name)[...] = saved
     for limit, elapsed in zip(_time_limits(simulator), state["elapsed"], strict=True):

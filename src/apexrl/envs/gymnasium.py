@@ -100,7 +100,7 @@ class GymVecEnv(VecEnv):
             metric={name: torch.from_numpy(buffers.metric[m]) for m, name in enumerate(specs)},
         )
         self._ended = self._running._replace(final_obs=_observation(buffers.final_obs, self.num_envs))
-        self._is_remote = self.device.type != "cpu"
+        self._must_copy = self.device.type != "cpu"
 
     @property
     def metric_specs(self) -> Mapping[str, MetricSpec]:
@@ -110,7 +110,7 @@ class GymVecEnv(VecEnv):
     def reset(self, seed: int | None = None) -> Observation:
         """Start a new episode everywhere; environment ``i`` gets ``seed + i``."""
         self._group.reset(seed)
-        return self._obs.to(self.device)
+        return self._obs.to(self.device) if self._must_copy else self._obs
 
     def step(self, action: Tensor) -> EnvStep:
         """Apply one action ``[N, A]`` to each environment."""
@@ -118,7 +118,7 @@ class GymVecEnv(VecEnv):
             raise EnvError(f"step needs actions {list(self._action.shape)}, got {list(action.shape)}.")
         self._action.copy_(action.detach())
         step = self._ended if self._group.step() else self._running
-        return _to_device(step, self.device) if self._is_remote else step
+        return _to_device(step, self.device) if self._must_copy else step
 
     def spawn(self, num_envs: int) -> GymVecEnv:
         """Make an independent environment of the same kind, with the make functions in turn."""
@@ -156,7 +156,9 @@ def _observation(tree: Tree, num_envs: int) -> Observation:
     """Wrap the arrays of an observation as tensors that share their memory."""
     if not isinstance(tree, Mapping):
         return torch.from_numpy(tree)
-    groups = TensorDict({key: _observation(part, num_envs) for key, part in tree.items()}, batch_size=[num_envs])
+    groups = TensorDict(
+        {key: _observation(part, num_envs) for key, part in tree.items()}, batch_size=[num_envs], device="cpu"
+    )
     groups.lock_()  # every step returns this object, so a key added by one reader would stay
     return groups
 

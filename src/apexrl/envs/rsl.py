@@ -103,16 +103,12 @@ class RslVecEnv(VecEnv):
         )
 
     def spawn(self, num_envs: int) -> RslVecEnv:
-        """Copy the simulator; only possible for the same number of environments."""
-        if num_envs == self.num_envs:
-            try:
-                return RslVecEnv(copy.deepcopy(self.simulator))
-            except Exception as error:
-                reason = f"copying it failed: {error}"
-        else:
-            reason = f"it has {self.num_envs} environments, not {num_envs}"
-        name = type(self.simulator).__name__
-        raise EnvError(f"{name} cannot be made a second time ({reason}); pass eval_env.")
+        """Copy the simulator, with as many environments as it has: it cannot be made with another number."""
+        try:
+            return RslVecEnv(copy.deepcopy(self.simulator))
+        except Exception as error:
+            name = type(self.simulator).__name__
+            raise EnvError(f"{name} cannot be made a second time (copying it failed: {error}); pass eval_env.") from error
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the simulator's own state, when it can give and take one."""

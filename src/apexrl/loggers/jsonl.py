@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,28 +24,43 @@ class JsonlLogger(Logger):
 
 
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one object to a JSON-lines file."""
+    """Append one object to a JSON-lines file, without the numbers that JSON does not know: NaN and infinities."""
+    known = {name: value for name, value in record.items() if _is_finite(value)}
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(json.dumps(known, allow_nan=False) + "\n")
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read a JSON-lines file; a line that a kill cut off in the middle is left out."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if isinstance(record, dict):
+            records.append(record)
     return records
 
 
-def cut_json_lines(path: Path, last_iteration: int) -> None:
-    """Drop the lines after an iteration, so that a resumed run writes them anew. The file is replaced atomically."""
+def cut_json_lines(path: Path, last_iteration: int, max_lines: int | None = None) -> None:
+    """Drop the lines after an iteration, so that a resumed run writes them anew. The file is replaced atomically.
+
+    Args:
+        path: a file that need not exist.
+        last_iteration: the newest that stays.
+        max_lines: how many lines stay at most.
+    """
     if not path.exists():
         return
-    kept = [record for record in read_json_lines(path) if record["iteration"] <= last_iteration]
-    temporary = path.with_suffix(".part")
+    kept = [record for record in read_json_lines(path) if record.get("iteration", 0) <= last_iteration][:max_lines]
+    temporary = path.with_name(f".{path.name}.part")
     with temporary.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in kept)
         file.flush()

@@ -20,6 +20,7 @@ class WandbLogger(Logger):
         project: str,
         mode: Literal["offline", "online"],
         run_id: str,
+        name: str | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
         try:
@@ -28,14 +29,21 @@ class WandbLogger(Logger):
             raise ConfigError(
                 "logging.wandb needs the wandb package: pip install 'apexrl[wandb]', or set logging.wandb to disabled."
             ) from error
-        self.run = wandb.init(
-            project=project,
-            mode=mode,
-            dir=str(directory),
-            id=run_id,
-            resume="allow",
-            config=dict(config or {}),
-        )
+        try:
+            self.run = wandb.init(
+                project=project,
+                mode=mode,
+                dir=str(directory),
+                id=run_id,
+                name=name,
+                resume="allow",
+                config=dict(config or {}),
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"logging.wandb is {mode}, but Weights & Biases could not start: {error} "
+                "Log in with 'wandb login', or set logging.wandb to offline or disabled."
+            ) from error
 
     def log(self, values: Mapping[str, float]) -> None:
         """Send the numbers, over environment steps."""

@@ -154,6 +154,17 @@ def test_tensors_share_the_buffers_of_the_simulators() -> None:
     assert not torch.equal(obs, before)
 
 
+def test_another_device_gets_copies() -> None:
+    env = GymVecEnv(gym_make_fns("Blackjack-v1", 2), device="meta")
+    obs = env.reset(0)
+    step = env.step(torch.zeros(2, 1, dtype=torch.int64))  # to stick ends the game
+    assert isinstance(obs, TensorDict)
+    assert isinstance(step.final_obs, TensorDict)
+    tensors = [obs["0"], step.final_obs["0"], step.reward, step.terminated, step.truncated]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert env.spawn(1).device.type == "meta"
+
+
 def test_terminated_wins_over_truncated() -> None:
     last = step_of(np.ones(1), ends=(True, True))
     env = GymVecEnv([lambda: Scripted(np.zeros(1), [last], ONE)])
@@ -547,7 +558,7 @@ def test_workers_do_not_import_torch_and_ignore_ctrl_c() -> None:
 
 
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "sys.exit(0)", "del env; gc.collect(); time.sleep(5)"])
-def test_no_worker_outlives_its_parent(how: str, tmp_path: Path) -> None:
+def test_no_worker_outlives_its_parent(how: str) -> None:
     script = f"""
         import gc, os, sys, time
         from apexrl.envs import make_env

@@ -1,0 +1,214 @@
+"""The documentation is true: its code runs, its commands parse, its links lead somewhere, its tables are current.
+
+``python tests/docs/test_docs.py`` writes the table of configuration fields into ``docs/configuration.md``.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from apexrl import cli
+from apexrl.config import SECTIONS, field_help, make_config, preset_names, read_source, with_overrides
+from apexrl.run import RESUMABLE_SECTIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALL_PAGES = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "adr").glob("*.md"))]
+BEGIN, END = "<!-- fields:begin -->", "<!-- fields:end -->"
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    line: int
+    """Of its first line of code, counted from 1."""
+    code: str
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(text[: match.start(1)].count("\n") + 1, match[1]) for match in found]
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# Python
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
+def test_the_python_of_a_page_runs_from_top_to_bottom(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(page, "python"):
+        # Empty lines before it make a traceback point to the line of the page.
+        exec(compile("\n" * (block.line - 1) + block.code, name_of(page), "exec"), namespace)
+
+
+def test_the_example_of_the_readme_is_short() -> None:
+    (block,) = blocks(ROOT / "README.md", "python")
+    code = [line for line in block.code.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    assert len(code) <= 15
+
+
+# Commands
+
+
+def commands(program: str) -> list[tuple[str, list[str]]]:
+    """Every call of a program in the bash blocks, with the page and line where it stands."""
+    found = []
+    for page in ALL_PAGES:
+        for block in blocks(page, "bash"):
+            for offset, line in enumerate(block.code.splitlines()):
+                words = shlex.split(line, comments=True)
+                if words and Path(words[0]).name == program:
+                    found.append((f"{name_of(page)}:{block.line + offset}", words[1:]))
+    return found
+
+
+@pytest.mark.parametrize(("where", "words"), [pytest.param(*c, id=c[0]) for c in commands("apexrl")])
+def test_an_apexrl_command_parses(where: str, words: list[str]) -> None:
+    options, rest = cli._parser().parse_known_args(words)
+    assert options.command is not None, where
+    if options.command != "train":
+        assert rest == [], f"{where}: unknown {rest}"
+        return
+    overrides = cli._overrides(rest)
+    source = options.config_path or options.preset or "lift_ppo"
+    raw = read_source(source) if source in preset_names() else {}
+    make_config(with_overrides(raw, overrides))
+    if options.resume is not None:
+        assert all(name.split(".")[0] in RESUMABLE_SECTIONS for name, _ in overrides), where
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize(
+    "words", [words for _, words in commands("apexrl") if words[0] in ("list", "check-env")], ids=" ".join
+)
+def test_a_cheap_command_succeeds(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {word for _, words in commands("make") for word in words}
+    for page in ALL_PAGES:
+        named |= set(re.findall(r"`make ([a-z-]+)`", page.read_text(encoding="utf-8")))
+    assert named
+    assert named <= targets
+
+
+# Links
+
+
+def anchor(heading: str) -> str:
+    """The name that a Markdown viewer gives to a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def links(page: Path) -> list[tuple[str, str]]:
+    found = re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", without_code(page))
+    return [(text, target) for text, target in found if not re.match(r"[a-z]+:", target)]
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
+def test_every_link_and_picture_of_a_page_leads_somewhere(page: Path) -> None:
+    for text, target in links(page):
+        path, _, fragment = target.partition("#")
+        place = (page.parent / path).resolve() if path else page
+        assert place.exists(), f"{name_of(page)}: {target}"
+        if fragment:
+            headings = re.findall(r"^#+ (.*)$", without_code(place), re.MULTILINE)
+            assert fragment in {anchor(heading) for heading in headings}, f"{name_of(page)}: {target}"
+        name = text.strip("`")
+        if place.suffix == ".py" and text.startswith("`"):
+            defined = rf"^\s*(?:def|class) {name}\b|^\s*{name}\b.*="
+            assert re.search(defined, place.read_text(), re.MULTILINE), f"{name_of(page)}: no {name} in {path}"
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
+def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
+    for path in re.findall(r"`([\w/]+\.py)`", page.read_text(encoding="utf-8")):
+        assert (ROOT / path).exists() or (ROOT / "src" / "apexrl" / path).exists(), f"{name_of(page)}: {path}"
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page not in reached:
+            reached.add(page)
+            targets = [(page.parent / target.partition("#")[0]).resolve() for _, target in links(page)]
+            waiting += [target for target in targets if target.suffix == ".md" and target.is_file()]
+    assert set(ALL_PAGES) <= reached
+
+
+def test_pictures_are_small() -> None:
+    pictures = list((ROOT / "docs" / "images").iterdir())
+    assert pictures
+    assert all(picture.stat().st_size < 200_000 for picture in pictures)
+
+
+# Tables
+
+
+def field_table() -> str:
+    """The table of every configuration field, from its default and the sentence below it."""
+    lines = ["| field | default | meaning |", "|---|---|---|"]
+    for section, cls in SECTIONS.items():
+        texts, defaults = field_help(cls), cls()
+        for entry in fields(cls):
+            value = getattr(defaults, entry.name)
+            shown = "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
+            meaning = texts[entry.name].replace("``", "`").replace("|", "\\|")
+            lines.append(f"| `{section}.{entry.name}` | `{shown}` | {meaning} |")
+    return "\n".join(lines)
+
+
+def with_field_table(text: str) -> str:
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n{field_table()}\n{END}{tail}"
+
+
+def test_the_table_of_fields_is_current() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert text == with_field_table(text), "run: python tests/docs/test_docs.py"
+
+
+def test_ppo_page_names_every_option() -> None:
+    text = (ROOT / "docs" / "ppo.md").read_text(encoding="utf-8")
+    options = {entry.name for entry in fields(SECTIONS["algo"])} - {"name"}
+    assert options <= set(re.findall(r"`(\w+)`", text))
+
+
+if __name__ == "__main__":
+    page = ROOT / "docs" / "configuration.md"
+    page.write_text(with_field_table(page.read_text(encoding="utf-8")), encoding="utf-8")

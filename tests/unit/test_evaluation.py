@@ -1,0 +1,132 @@
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from apexrl.envs import make_env
+from apexrl.errors import EnvError
+from apexrl.evaluation import EvaluationResult, evaluate, record_video, save_step_csvs
+from apexrl.policies import ActorCritic, RecurrentActorCritic
+from tests.scripted import ScriptedEnv
+
+
+def policy_for(env: ScriptedEnv) -> ActorCritic:
+    torch.manual_seed(0)
+    return ActorCritic.for_env(env)
+
+
+def test_every_environment_has_its_own_quota() -> None:
+    # Lengths 1 and 10: counting the first 4 episodes to end would take 4 short ones.
+    env = ScriptedEnv([1, 10], [False, False])
+    result = evaluate(env, policy_for(env), 4)
+    assert sorted(result.episodes["episode_len"]) == [1, 1, 10, 10]
+    assert sorted(result.episodes["return"]) == [1, 1, 55, 55]
+
+
+@pytest.mark.parametrize("num_episodes", [1, 2, 3, 7])
+def test_exactly_as_many_episodes_as_asked(num_episodes: int) -> None:
+    env = ScriptedEnv([2, 3, 4], [True, False, True])
+    assert evaluate(env, policy_for(env), num_episodes).num_episodes == num_episodes
+
+
+def test_success_once_and_at_the_end() -> None:
+    # Success is at step 2: environment 0 ends there, environment 1 goes on to step 3.
+    env = ScriptedEnv([2, 3], [False, False])
+    result = evaluate(env, policy_for(env), 2)
+    assert result.mean("success_once") == 1.0
+    assert result.mean("success_at_end") == 0.5
+    logs = result.logs()
+    assert logs["eval/success_rate"] == logs["eval/success_once"] == 1.0
+    assert logs["eval/success_at_end"] == 0.5
+    assert logs["eval_reward/odd"] == 1.0  # steps 1 (and 3, which is done and so NaN): 1 and 1
+    assert (logs["eval/min_reward"], logs["eval/max_reward"]) == (3.0, 6.0)
+    assert (logs["eval/mean_reward"], logs["eval/std_reward"]) == (4.5, 1.5)
+
+
+def test_wilson_interval_of_eight_in_ten() -> None:
+    # Wilson's interval of 8/10 at 95 %: centre (0.8 + 1.92/10) / 1.384 = 0.7168, half-width 0.2266.
+    result = EvaluationResult({"return": np.zeros(10), "success_once": np.array([1.0] * 8 + [0.0] * 2)})
+    low, high = result.interval("success_once")
+    assert math.isclose(low, 0.4902, abs_tol=1e-3)
+    assert math.isclose(high, 0.9433, abs_tol=1e-3)
+
+
+def test_bootstrap_interval_covers_about_two_standard_errors() -> None:
+    values = np.random.default_rng(0).normal(5.0, 2.0, 400)
+    low, high = EvaluationResult({"return": values}).interval("return")
+    error = values.std() / 20
+    assert math.isclose(low, values.mean() - 1.96 * error, abs_tol=0.3 * error)
+    assert math.isclose(high, values.mean() + 1.96 * error, abs_tol=0.3 * error)
+
+
+def test_the_result_is_a_number_and_a_sentence() -> None:
+    result = EvaluationResult({"return": np.array([1.0, 3.0])})
+    assert float(result) == 2.0
+    assert f"{result:.1f}" == "2.0"
+    assert "2 episodes" in f"{result}"
+    assert "2 episodes" in str(result)
+
+
+def test_evaluation_repeats_and_leaves_the_random_state_alone() -> None:
+    env = make_env("lift", 4)
+    policy = ActorCritic.for_env(env)
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    first = evaluate(env, policy, 6, deterministic=False, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    second = evaluate(env, policy, 6, deterministic=False, seed=3)
+    other = evaluate(env, policy, 6, deterministic=False, seed=4)
+    assert np.array_equal(first.episodes["return"], second.episodes["return"])
+    assert not np.array_equal(first.episodes["return"], other.episodes["return"])
+
+
+def test_evaluation_does_not_move_the_normaliser_and_restores_the_mode() -> None:
+    env = make_env("lift", 2)
+    policy = ActorCritic.for_env(env, normalize_obs=True)
+    policy.train()
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    evaluate(env, policy, 2)
+    assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
+    assert policy.training
+
+
+def test_a_recurrent_policy_is_evaluated_with_its_memory() -> None:
+    env = make_env("recall", 4)
+    policy = RecurrentActorCritic.for_env(env)
+    assert evaluate(env, policy, 8).num_episodes == 8
+
+
+def test_an_environment_that_never_ends_is_given_up_with_a_reason() -> None:
+    env = ScriptedEnv([10_000], [False])
+    with pytest.raises(EnvError, match="0 of 1 episodes ended within 50 steps"):
+        evaluate(env, policy_for(env), 1, max_steps=50)
+
+
+def test_step_tables(tmp_path: Path) -> None:
+    env = ScriptedEnv([3, 3], [True, True])
+    result = evaluate(env, policy_for(env), 2, record_steps=True)
+    assert result.step_rows is not None
+    paths = save_step_csvs(result.step_rows, tmp_path / "eval0")
+    assert paths == [tmp_path / "eval0" / f"env{index}" / "rewards.csv" for index in range(2)]
+    with paths[1].open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["step", "reward", "success", "fail", "odd"]
+    assert [row["step"] for row in rows] == ["0", "1", "2"]
+    assert [float(row["reward"]) for row in rows] == [1.0, 2.0, 3.0]
+    assert [float(row["success"]) for row in rows] == [0.0, 1.0, 0.0]
+    assert [row["odd"] for row in rows] == ["1.0", "0.0", ""], "missing at the last step"
+    assert [row["fail"] for row in rows] == ["", "", ""], "not declared by the task"
+
+
+def test_a_video_has_a_frame_a_step(tmp_path: Path) -> None:
+    import imageio.v2 as imageio
+
+    env = make_env("recall", 1)
+    path = record_video(env, ActorCritic.for_env(env), tmp_path / "deep" / "video.mp4", num_episodes=2)
+    frames = [frame for frame in imageio.get_reader(path)]  # noqa: C416 (list() asks for an endless length)
+    result = evaluate(env, ActorCritic.for_env(env), 2)
+    assert len(frames) == int(result.episodes["episode_len"].sum())
+    assert list(path.parent.iterdir()) == [path], "no temporary file stays"
