@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from apexrl.errors import ApexRLError, ConfigError, did_you_mean
+from apexrl.errors import ApexRLError, ConfigError, EnvError, RunDirError, did_you_mean
 
 if TYPE_CHECKING:
     from apexrl.agent import Trainer
     from apexrl.config import Config
+    from apexrl.envs import VecEnv
+    from apexrl.policies import Policy
 
+Overrides = list[tuple[str, str]]
+"""``section.key`` and the text given for it."""
+Command = Callable[[argparse.Namespace, Overrides], int]
+COMMANDS = ("train", "eval", "play", "plot", "list", "check-env")
 DESCRIPTION = """\
 Train robot policies with reinforcement learning.
 
@@ -31,38 +37,61 @@ Train robot policies with reinforcement learning.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; problems that the user can mend give one message and exit code 2."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    if options.command is None:
-        parser.print_help()
-        return 0
     try:
-        if rest and options.command != "train":
-            raise ConfigError(f"Unknown option '{rest[0]}'. 'apexrl {options.command} --help' lists all.")
-        run: Callable[[argparse.Namespace, list[str]], int] = options.run
-        return run(options, rest)
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
     except ApexRLError as error:
         print(f"apexrl: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Whoever read our output has gone; nothing must be written when Python flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         print(f"apexrl: {error.strerror or error}{where}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        return 1
     except KeyboardInterrupt:
         print("apexrl: interrupted.", file=sys.stderr)
         return 130
 
 
+def _run(words: list[str]) -> int:
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        raise ConfigError(
+            f"Unknown command '{words[0]}'; commands are {', '.join(COMMANDS)}.{did_you_mean(words[0], COMMANDS)}"
+        )
+    # Before argparse, which would take the value of an option that it does not know for the preset.
+    overrides, words = _split_overrides(words)
+    parser = _parser()
+    options, rest = parser.parse_known_args(words)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    rest += [f"--{name}" for name, _ in overrides if options.command != "train"]
+    if rest:
+        raise ConfigError(_unknown(rest[0], options.command))
+    run: Command = options.run
+    return run(options, overrides)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a problem as one message, like every other error of the command line."""
+
+    more_help: Callable[[], str] | None = None
+
+    def format_help(self) -> str:
+        return super().format_help() + (self.more_help() if self.more_help else "")
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message[0].upper()}{message[1:]}. '{self.prog} --help' shows how.")
+
+
 def _parser() -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("apexrl", description=DESCRIPTION, formatter_class=formatter)
+    parser = _Parser("apexrl", description=DESCRIPTION, formatter_class=formatter)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    def command(
-        name: str, help_text: str, run: Callable[[argparse.Namespace, list[str]], int]
-    ) -> argparse.ArgumentParser:
+    def command(name: str, help_text: str, run: Command) -> _Parser:
         child = commands.add_parser(
             name, help=help_text, description=help_text, formatter_class=formatter, allow_abbrev=False
         )
@@ -70,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         return child
 
     train = command("train", "Train a policy.", _train)
-    train.epilog = _LazyFieldHelp()  # type: ignore[assignment]
+    train.more_help = _field_list
     train.add_argument("preset", nargs="?", help="a preset (see 'apexrl list') or a YAML file; default lift_ppo")
     train.add_argument("--config_path", "--config-path", metavar="FILE", help="a YAML file, instead of a preset")
     train.add_argument("--run-dir", type=Path, metavar="DIR", help="a new directory; default runs/<preset>-<time>")
@@ -82,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--num-envs", type=_positive, default=None, metavar="N", help="default training.eval_num_envs"
     )
-    evaluate.add_argument("--seed", type=int, default=1_000_003, help="of the episodes")
+    evaluate.add_argument("--seed", type=_seed, metavar="N", help="of the episodes; default as in training")
     evaluate.add_argument("--stochastic", action="store_true", help="sample actions instead of taking the mode")
     evaluate.add_argument("--csv", type=Path, metavar="DIR", help="write one table of steps for each environment")
 
@@ -90,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     play.add_argument("source", type=Path, metavar="RUN_DIR|CHECKPOINT")
     play.add_argument("--episodes", type=_positive, default=3, metavar="N", help="default 3")
     play.add_argument("--output", type=Path, metavar="FILE.mp4", help="default video.mp4 in the run directory")
-    play.add_argument("--seed", type=int, default=1_000_003, help="of the episodes")
+    play.add_argument("--seed", type=_seed, default=1_000_003, metavar="N", help="of the episodes")
 
     plot = command("plot", "Draw the learning curves of runs.", _plot)
     plot.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
@@ -103,24 +132,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _LazyFieldHelp:
-    """The list of configuration fields, read only when the help is shown."""
+def _field_list() -> str:
+    from dataclasses import fields
 
-    def __mod__(self, _: Any) -> str:
-        from dataclasses import fields
+    from apexrl.config import SECTIONS, field_help
 
-        from apexrl.config import SECTIONS, field_help
-
-        lines = ["configuration (--section.key value):"]
-        for section, cls in SECTIONS.items():
-            texts, defaults = field_help(cls), cls()
-            for entry in fields(cls):
-                default = _show(getattr(defaults, entry.name))
-                lines.append(f"  --{section}.{entry.name}  [{default}]  {texts[entry.name]}")
-        return "\n".join(lines)
-
-    def __contains__(self, _: str) -> bool:
-        return False
+    lines = ["", "configuration (--section.key value):"]
+    for section, cls in SECTIONS.items():
+        texts, defaults = field_help(cls), cls()
+        for entry in fields(cls):
+            default = _show(getattr(defaults, entry.name))
+            lines.append(f"  --{section}.{entry.name}  [{default}]  {texts[entry.name]}")
+    return "\n".join(lines) + "\n"
 
 
 def _show(value: Any) -> str:
@@ -128,56 +151,73 @@ def _show(value: Any) -> str:
 
 
 def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got '{text}'")
-    return number
+    return _whole_number(text, 1, 2**31)
 
 
-def _overrides(rest: list[str]) -> list[tuple[str, str]]:
-    """Read ``--section.key value`` and ``--section.key=value``."""
-    found, position = [], 0
-    while position < len(rest):
-        word = rest[position]
-        if not word.startswith("--"):
-            raise ConfigError(f"Unexpected argument '{word}'; options look like --section.key value.")
-        name, has_value, value = word[2:].partition("=")
-        if "." not in name:
-            known = ["run-dir", "resume", "config_path", "help"]
-            raise ConfigError(f"Unknown option '--{name}'.{did_you_mean(name, known)} 'apexrl train --help' lists all.")
+def _seed(text: str) -> int:
+    return _whole_number(text, 0, 2**32)
+
+
+def _whole_number(text: str, least: int, most: int) -> int:
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, got '{text}'")
+    return int(text)
+
+
+def _split_overrides(words: list[str]) -> tuple[Overrides, list[str]]:
+    """Take ``--section.key value`` and ``--section.key=value`` out of the arguments."""
+    overrides: Overrides = []
+    others: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        name, has_value, value = word.partition("=")
+        if not (name.startswith("--") and "." in name):
+            others.append(word)
+            continue
         if not has_value:
-            position += 1
-            if position == len(rest) or rest[position].startswith("--"):
-                raise ConfigError(f"Option '--{name}' needs a value.")
-            value = rest[position]
-        found.append((name, value))
-        position += 1
-    return found
+            value = next(remaining, "--")
+            if value.startswith("--"):
+                raise ConfigError(f"Option '{name}' needs a value.")
+        overrides.append((name[2:], value))
+    return overrides, others
 
 
-def _train(options: argparse.Namespace, rest: list[str]) -> int:
+def _unknown(word: str, command: str) -> str:
+    """Return a message about an argument that no command takes."""
+    if not word.startswith("-"):
+        return f"Unexpected argument '{word}'. 'apexrl {command} --help' shows how."
+    hint = ""
+    if command == "train":
+        from apexrl.config import field_paths
+
+        known = ["--run-dir", "--resume", "--config_path", *(f"--{path}" for path in field_paths())]
+        same_key = [path for path in known if path.endswith(f".{word.lstrip('-')}")]
+        hint = did_you_mean(word, same_key or known)
+    return f"Unknown option '{word}'.{hint} 'apexrl {command} --help' lists all."
+
+
+def _train(options: argparse.Namespace, overrides: Overrides) -> int:
     from apexrl import run
     from apexrl.config import DEFAULT_PRESET, load_config
     from apexrl.loggers import ConsoleLogger
 
-    overrides = _overrides(rest)
+    if options.preset and options.config_path:
+        raise ConfigError("Give a preset or --config_path, not both.")
+    source = options.config_path or options.preset
     console = ConsoleLogger()
     if options.resume is not None:
-        if options.preset or options.config_path:
-            # The run directory says what is trained; a preset beside it is allowed when it names the same task.
-            _check_same_run(options.preset or options.config_path, options.resume)
         run_dir = options.resume
+        if options.run_dir is not None:
+            raise ConfigError(f"--resume {run_dir} goes on in its own directory; leave --run-dir out.")
+        if source is not None:
+            # The run directory says what is trained; a preset beside it is allowed when it names the same task.
+            _check_same_run(load_config(source, overrides), source, run_dir)
         trainer = run.resume(run_dir, overrides, [console])
         console.message(f"Resumed {run_dir} at iteration {trainer.iteration}, step {trainer.total_steps:,}.")
     else:
-        if options.preset and options.config_path:
-            raise ConfigError("Give a preset or --config_path, not both.")
-        source = options.config_path or options.preset or DEFAULT_PRESET
+        source = source or DEFAULT_PRESET
         config = load_config(source, overrides)
-        run_dir = options.run_dir or Path("runs") / f"{Path(source).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        run_dir = options.run_dir or run.new_run_dir(Path(source).stem)
         trainer = run.start(config, run_dir, [console])
         console.message(f"Training {config.task.id} with {config.algo.name} in {run_dir}")
     try:
@@ -193,11 +233,10 @@ def _train(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def _check_same_run(source: str, run_dir: Path) -> None:
-    from apexrl.config import load_config
+def _check_same_run(asked: Config, source: str, run_dir: Path) -> None:
     from apexrl.run import resumed_config
 
-    asked, stored = load_config(source), resumed_config(run_dir)
+    stored = resumed_config(run_dir)
     if (asked.task.id, asked.algo.name) != (stored.task.id, stored.algo.name):
         raise ConfigError(
             f"--resume {run_dir} trains {stored.task.id} with {stored.algo.name}, but '{source}' is {asked.task.id} "
@@ -211,36 +250,38 @@ def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:
 
     episodes = config.training.final_eval_episodes
     if episodes:
-        trainer.eval_env = None
         with _progress("Evaluating", episodes) as tell:
             result = trainer.evaluate(episodes, on_progress=tell)
         print(f"Evaluation: {result.summary()}")
     if config.features.save_plot:
-        print(f"Learning curve: {plot_runs([run_dir], run_dir / 'curve.png')}")
+        try:
+            print(f"Learning curve: {plot_runs([run_dir], run_dir / 'curve.png')}")
+        except RunDirError as error:
+            print(f"No learning curve: {error}")
     if config.features.save_video:
-        _video(trainer.env.spawn(1), trainer.policy, run_dir / "video.mp4", config.training.seed, 3)
+        try:
+            _video(trainer.env.spawn(1), trainer.policy, run_dir / "video.mp4", config.training.seed, 3)
+        except EnvError as error:
+            print(f"No video: {error}")
     print(f"Run directory: {run_dir} (apexrl eval {run_dir}, apexrl play {run_dir}, tensorboard --logdir {run_dir})")
 
 
-def _video(env: Any, policy: Any, path: Path, seed: int, episodes: int) -> bool:
-    from apexrl.errors import EnvError
+def _video(env: VecEnv, policy: Policy, path: Path, seed: int, episodes: int) -> None:
     from apexrl.evaluation import record_video
 
     try:
         print(f"Video: {record_video(env, policy, path, seed=seed, num_episodes=episodes)}")
-    except EnvError as error:
-        print(f"No video: {error}")
-        return False
     finally:
         env.close()
-    return True
 
 
-def _eval(options: argparse.Namespace, _: list[str]) -> int:
+def _eval(options: argparse.Namespace, _: Overrides) -> int:
+    from apexrl.agent.trainer import EVAL_SEED_OFFSET
     from apexrl.evaluation import evaluate, save_step_csvs
     from apexrl.run import load_trained
 
     trained = load_trained(options.source)
+    seed = trained.config.training.seed + EVAL_SEED_OFFSET if options.seed is None else options.seed
     num_envs = min(options.num_envs or trained.config.training.eval_num_envs, options.episodes)
     env = trained.make_env(num_envs)
     with _progress("Evaluating", options.episodes) as tell:
@@ -249,7 +290,7 @@ def _eval(options: argparse.Namespace, _: list[str]) -> int:
             trained.policy,
             options.episodes,
             deterministic=not options.stochastic,
-            seed=options.seed,
+            seed=seed,
             record_steps=options.csv is not None,
             on_progress=tell,
         )
@@ -262,23 +303,24 @@ def _eval(options: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
-def _play(options: argparse.Namespace, _: list[str]) -> int:
+def _play(options: argparse.Namespace, _: Overrides) -> int:
     from apexrl.run import load_trained
 
     trained = load_trained(options.source)
     directory = options.source if options.source.is_dir() else options.source.parent
     path = options.output or directory / "video.mp4"
-    return 0 if _video(trained.make_env(1), trained.policy, path, options.seed, options.episodes) else 2
+    _video(trained.make_env(1), trained.policy, path, options.seed, options.episodes)
+    return 0
 
 
-def _plot(options: argparse.Namespace, _: list[str]) -> int:
+def _plot(options: argparse.Namespace, _: Overrides) -> int:
     from apexrl.plots import plot_runs
 
     print(plot_runs(options.run_dirs, options.output or options.run_dirs[0] / "curve.png"))
     return 0
 
 
-def _list(_: argparse.Namespace, __: list[str]) -> int:
+def _list(_: argparse.Namespace, __: Overrides) -> int:
     from apexrl.algorithms import ALGORITHMS
     from apexrl.config import preset_names, preset_summary
     from apexrl.envs.tasks import TASKS
@@ -295,7 +337,7 @@ def _list(_: argparse.Namespace, __: list[str]) -> int:
     return 0
 
 
-def _check_env(options: argparse.Namespace, _: list[str]) -> int:
+def _check_env(options: argparse.Namespace, _: Overrides) -> int:
     from apexrl.envs import check_env, make_env
 
     env = make_env(options.id, options.num_envs)

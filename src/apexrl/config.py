@@ -258,6 +258,11 @@ def load_config(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Confi
     return make_config(with_overrides(read_source(source), overrides))
 
 
+def field_paths() -> list[str]:
+    """Return every ``section.field``."""
+    return [f"{section}.{entry.name}" for section, cls in SECTIONS.items() for entry in fields(cls)]
+
+
 def field_help(section: type) -> dict[str, str]:
     """Return the sentence below each field of a configuration class."""
     body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
@@ -319,7 +324,7 @@ def _problem(section: str, entry: Any) -> str:
 
 
 def _require_known(name: str, parents: list[str], last: str) -> None:
-    paths = [f"{section}.{entry.name}" for section, cls in SECTIONS.items() for entry in fields(cls)]
+    paths = field_paths()
     if not parents or (name not in paths and parents[:2] != ["task", "kwargs"]):
         raise ConfigError(f"Unknown option '--{name}'.{did_you_mean(name, paths)} 'apexrl train --help' lists all.")
 

@@ -49,10 +49,10 @@ def new_run_dir(name: str) -> Path:
         try:
             run_dir.mkdir(parents=True)
         except FileExistsError:
-            if not run_dir.exists():  # a file stands where a parent should be
-                raise
-        else:
-            return run_dir
+            continue
+        except OSError as error:
+            raise RunDirError(f"{run_dir} cannot be made: {error.strerror}. Name another with --run-dir.") from error
+        return run_dir
     raise AssertionError("unreachable")
 
 
@@ -78,17 +78,21 @@ def resumed_config(run_dir: Path, overrides: Iterable[tuple[str, str]] = ()) -> 
     """Read a run's configuration and apply what may change; what may not can be repeated as it is."""
     path = run_dir / "config.yaml"
     if not path.is_file():
-        raise RunDirError(f"{run_dir} is not a run directory: it has no config.yaml. Name one that 'apexrl train' made.")
+        raise RunDirError(
+            f"{run_dir} is not a run directory: it has no config.yaml. Name one that 'apexrl train' made."
+        )
     stored = parse_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path))
-    before = make_config(stored)
+    overrides = list(overrides)
+    before, after = make_config(stored), make_config(with_overrides(stored, overrides))
     for name, text in overrides:
-        changed = make_config(with_overrides(stored, [(name, text)])) != before
-        if changed and (name.split(".")[0] not in RESUMABLE_SECTIONS or name == "training.seed"):
+        section, key, *_ = name.split(".")
+        is_fixed = section not in RESUMABLE_SECTIONS or name == "training.seed"
+        if is_fixed and getattr(getattr(before, section), key) != getattr(getattr(after, section), key):
             raise ConfigError(
                 f"'--{name} {text}' cannot change when a run is resumed; only {', '.join(RESUMABLE_SECTIONS)} can "
                 "(not training.seed). Leave it out, or start a new run."
             )
-    return make_config(with_overrides(stored, overrides))
+    return after
 
 
 def make_trainer(
@@ -237,7 +241,7 @@ def _claim(run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunDirError(f"--run-dir {run_dir} cannot be made: {error.strerror}.") from error
+        raise RunDirError(f"--run-dir {run_dir} cannot be made: {error.strerror}; name another directory.") from error
     if not os.access(run_dir, os.W_OK):
         raise RunDirError(f"--run-dir {run_dir} cannot be written; name another directory.")
 

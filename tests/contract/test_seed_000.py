@@ -87,7 +87,9 @@ def test_log_names_of_training_and_evaluation(runner: OnPolicyRunner) -> None:
     runner.learn(4 * 8 * 30)
     assert {"rollout/success_rate", "rollout/return", "reward/grasp_reward", "rollout/mean_reward"} <= set(seen)
     logs = runner.eval(4)
-    assert {"eval/return", "eval/success_rate", "eval/success_once", "eval/success_at_end", "eval/fail_rate"} <= set(logs)
+    assert {"eval/return", "eval/success_rate", "eval/success_once", "eval/success_at_end", "eval/fail_rate"} <= set(
+        logs
+    )
     assert "eval_reward/grasp_reward" in logs
 
 

@@ -91,16 +91,16 @@ class LinearPolicy(Policy):
     def normal(self, obs: Tensor) -> torch.distributions.Normal:
         return torch.distributions.Normal(self.actor(obs), 1.0)
 
-    def forward(self, obs: Tensor, deterministic: bool = False) -> PolicyOutput:  # type: ignore[override]
+    def forward(self, obs: Tensor, deterministic: bool = False) -> PolicyOutput:
         normal = self.normal(obs)
         action = normal.mean if deterministic else normal.sample()
         return PolicyOutput(action, normal.log_prob(action).sum(-1, keepdim=True), self.critic(obs))
 
-    def evaluate_actions(self, obs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def evaluate_actions(self, obs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         normal = self.normal(obs)
         return normal.log_prob(action).sum(-1, keepdim=True), normal.entropy().sum(-1, keepdim=True)
 
-    def get_value(self, obs: Tensor) -> Tensor:  # type: ignore[override]
+    def get_value(self, obs: Tensor) -> Tensor:
         value: Tensor = self.critic(obs)
         return value
 
@@ -116,7 +116,7 @@ class Reinforce(BaseAlgorithm):
         log_prob, _ = self.policy.evaluate_actions(rollout["observation"], rollout["action"])
         loss = -(log_prob * (rollout["reward"] - rollout["reward"].mean())).mean()
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         return {"loss": loss.detach()}
 
@@ -129,7 +129,9 @@ class TwiceCollector(BaseCollector):
         self.episode_metrics: EpisodeMetrics = inner.episode_metrics
 
     def collect(self, n_steps: int, reset: bool = False) -> TensorDict:
-        return torch.cat((self.inner.collect(n_steps, reset), self.inner.collect(n_steps)))
+        both = [self.inner.collect(n_steps, reset), self.inner.collect(n_steps)]
+        joined: TensorDict = TensorDict.cat(both)
+        return joined
 
 
 def test_a_new_policy_algorithm_and_collector_are_one_subclass_each() -> None:

@@ -87,9 +87,11 @@ def test_basic_use(tmp_path: Path) -> None:
     runner.save_checkpoint("final_model.pt")
     assert (tmp_path / "checkpoints" / "final_model.pt").is_file()
 
-    events = EventAccumulator(str(tmp_path / "logs")).Reload()  # type: ignore[no-untyped-call]
-    tags = set(events.Tags()["scalars"])  # type: ignore[no-untyped-call]
-    assert {f"train/{name}" for name in ("policy_loss", "value_loss", "entropy_loss", "approx_kl", "learning_rate")} <= tags
+    events = EventAccumulator(str(tmp_path / "logs")).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {
+        f"train/{name}" for name in ("policy_loss", "value_loss", "entropy_loss", "approx_kl", "learning_rate")
+    } <= tags
     assert {"episode/mean_reward", "episode/mean_length", "rollout/mean_reward", "rollout/mean_value"} <= tags
     assert {"reward_components/velocity", "reward_components/energy", "env/robot/height_mean"} <= tags
     assert {"time/rollout_share", "time/update_share", "time/fps"} <= tags

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from apexrl import cli
-from apexrl.config import SECTIONS, field_help, make_config, preset_names, read_source, with_overrides
-from apexrl.run import RESUMABLE_SECTIONS
+from apexrl import cli, config, envs, plots, run
+from apexrl.config import SECTIONS, field_help
+from apexrl.errors import ApexRLError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,7 +61,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
 def test_the_python_of_a_page_runs_from_top_to_bottom(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -69,6 +69,10 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(
     for block in blocks(page, "python"):
         # Empty lines before it make a traceback point to the line of the page.
         exec(compile("\n" * (block.line - 1) + block.code, name_of(page), "exec"), namespace)
+        printed = capsys.readouterr().out
+        # What a comment behind a print says is what it prints; dots stand for anything.
+        for promise in re.findall(r"^ *print\(.*\)  # (.*)$", block.code, re.MULTILINE):
+            assert all(part.strip() in printed for part in promise.split("...")), f"{name_of(page)}: {promise}"
 
 
 def test_the_example_of_the_readme_is_short() -> None:
@@ -92,19 +96,39 @@ def commands(program: str) -> list[tuple[str, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize(("where", "words"), [pytest.param(*c, id=c[0]) for c in commands("apexrl")])
-def test_an_apexrl_command_parses(where: str, words: list[str]) -> None:
-    options, rest = cli._parser().parse_known_args(words)
-    assert options.command is not None, where
-    if options.command != "train":
-        assert rest == [], f"{where}: unknown {rest}"
+class _UnderstoodError(ApexRLError):
+    """Raised in place of the work, once a command line has been understood."""
+
+
+@pytest.mark.parametrize("words", [pytest.param(words, id=where) for where, words in commands("apexrl")])
+def test_an_apexrl_command_is_understood(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("my_run.yaml", "runs/mine/config.yaml", "runs/first/config.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+
+    def understood(*arguments: Any, **options: Any) -> None:
+        raise _UnderstoodError("understood")
+
+    def resume(run_dir: Path, overrides: Iterable[tuple[str, str]], loggers: Any) -> None:
+        run.resumed_config(run_dir, overrides)
+        understood()
+
+    monkeypatch.setattr(run, "start", understood)
+    monkeypatch.setattr(run, "resume", resume)
+    monkeypatch.setattr(run, "load_trained", understood)
+    monkeypatch.setattr(plots, "plot_runs", understood)
+    monkeypatch.setattr(envs, "make_env", understood)
+    monkeypatch.setattr(config, "preset_names", understood if words[0] == "list" else config.preset_names)
+    if words[-1] == "--help":
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(words)
+        assert "algo.learning_rate" in capsys.readouterr().out
         return
-    overrides = cli._overrides(rest)
-    source = options.config_path or options.preset or "lift_ppo"
-    raw = read_source(source) if source in preset_names() else {}
-    make_config(with_overrides(raw, overrides))
-    if options.resume is not None:
-        assert all(name.split(".")[0] in RESUMABLE_SECTIONS for name, _ in overrides), where
+    cli.main(words)
+    assert capsys.readouterr().err == "apexrl: understood\n"
 
 
 @pytest.mark.usefixtures("_one_thread")

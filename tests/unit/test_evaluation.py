@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.scripted import ScriptedEnv
 
 from apexrl.envs import make_env
 from apexrl.errors import EnvError
 from apexrl.evaluation import EvaluationResult, evaluate, record_video, save_step_csvs
 from apexrl.policies import ActorCritic, RecurrentActorCritic
-from tests.scripted import ScriptedEnv
 
 
 def policy_for(env: ScriptedEnv) -> ActorCritic:

@@ -52,8 +52,15 @@ def test_environments_do_not_mix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reduce", "expected"), [("sum", [3.0, 5.0]), ("mean", [1.5, 2.5]), ("max", [4.0, 7.0]), ("min", [-1.0, -2.0]), ("last", [-1.0, 7.0])]
-)  # fmt: skip
+    ("reduce", "expected"),
+    [
+        ("sum", [3.0, 5.0]),
+        ("mean", [1.5, 2.5]),
+        ("max", [4.0, 7.0]),
+        ("min", [-1.0, -2.0]),
+        ("last", [-1.0, 7.0]),
+    ],
+)
 def test_reductions(reduce: Reduce, expected: list[float]) -> None:
     episodes = fold(
         EpisodeMetrics(),

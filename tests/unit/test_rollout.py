@@ -2,12 +2,12 @@ from pathlib import Path
 
 import torch
 from tensordict import TensorDict
+from tests.scripted import ScriptedEnv
 from torch import Tensor
 
 import apexrl
 from apexrl.rollout import rollout
 from apexrl.types import Carry
-from tests.scripted import ScriptedEnv
 
 
 def constant_actor(carry: Carry) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ def test_two_rollouts_go_on_where_one_would() -> None:
     whole, _ = run(env, 6)
     first, carry = run(env, 2)
     second, _ = rollout(env, constant_actor, carry, 4)
-    joined = torch.cat((first, second))
+    joined = TensorDict.cat([first, second])
     for key in ("observation", "reward", "done", "next_observation"):
         assert torch.equal(joined[key], whole[key]), key
 
@@ -91,7 +91,9 @@ def test_two_rollouts_go_on_where_one_would() -> None:
 def test_nothing_in_the_batch_needs_gradients() -> None:
     weight = torch.ones(1, requires_grad=True)
     env = ScriptedEnv([3], [False])
-    batch, _ = rollout(env, lambda carry: {"action": carry["observation"][:, :1] * weight}, {"observation": env.reset()}, 2)
+    batch, _ = rollout(
+        env, lambda carry: {"action": carry["observation"][:, :1] * weight}, {"observation": env.reset()}, 2
+    )
     assert not batch["action"].requires_grad
 
 

@@ -75,7 +75,8 @@ def load(path: Path) -> dict[str, Any]:
     missing = [key for key in KEYS if key not in content]
     if missing:
         raise CheckpointError(f"{path} was not written by apexrl: it lacks {', '.join(missing)}.")
-    return content
+    checked: dict[str, Any] = content
+    return checked
 
 
 def numbered(directory: Path, last_iteration: float = float("inf")) -> list[Path]:

@@ -225,7 +225,7 @@ class PPO(BaseAlgorithm):
         """Take one optimizer step, unless the update was stopped before or this step is not finite."""
         self.optimizer.zero_grad()
         loss, metrics = self._loss(minibatch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         with torch.no_grad():
             kl = metrics["approx_kl"]
             if self.cfg.target_kl is not None:

@@ -108,7 +108,9 @@ class RslVecEnv(VecEnv):
             return RslVecEnv(copy.deepcopy(self.simulator))
         except Exception as error:
             name = type(self.simulator).__name__
-            raise EnvError(f"{name} cannot be made a second time (copying it failed: {error}); pass eval_env.") from error
+            raise EnvError(
+                f"{name} cannot be made a second time (copying it failed: {error}); pass eval_env."
+            ) from error
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the simulator's own state, when it can give and take one."""

@@ -62,7 +62,8 @@ def test_the_ratio_is_one_in_the_first_minibatch_of_every_update(
     env = make_env("pendulum", 8)
     policy = ActorCritic.for_env(env, normalize_obs=True).double()
     algorithm = PPO(policy=policy, cfg=PPOConfig(num_steps=16))
-    collector = SyncCollector(_Double(env), policy, keep=PPO.required_keys, seed=0)
+    double: Any = _Double(env)
+    collector = SyncCollector(double, policy, keep=PPO.required_keys, seed=0)
     for _ in range(num_updates):
         ratio = first_ratio(algorithm, collector.collect(16), monkeypatch)
         assert (ratio - 1).abs().max() < 1e-12
@@ -166,7 +167,7 @@ def test_only_the_linear_rate_falls_with_progress(schedule: Any, expected: float
     assert math.isclose(algorithm.optimizer.learning_rate.item(), expected, rel_tol=1e-6)
 
 
-def test_target_kl_skips_the_rest_of_the_update() -> None:
+def test_target_kl_skips_the_rest_of_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     # The first minibatch has ratio 1 and so KL 0; every later one is beyond this target.
     algorithm, batch = setup(target_kl=1e-12, learning_rate=1e-2, num_epochs=3, num_minibatches=2)
     torch.manual_seed(1)
@@ -175,9 +176,12 @@ def test_target_kl_skips_the_rest_of_the_update() -> None:
     torch.manual_seed(1)
     taken: list[torch.Tensor] = []
     step = one_step.optimizer.step
-    one_step.optimizer.step = lambda norm, skip: (  # type: ignore[method-assign]
-        step(norm, torch.tensor(1.0 if taken else 0.0)), taken.append(norm)
-    )[0]  # fmt: skip
+
+    def step_once(gradient_norm: torch.Tensor, skip: torch.Tensor) -> None:
+        step(gradient_norm, skip=torch.tensor(1.0 if taken else 0.0))
+        taken.append(gradient_norm)
+
+    monkeypatch.setattr(one_step.optimizer, "step", step_once)
     one_step.update(same_batch)
     torch.testing.assert_close(weights(algorithm), weights(one_step))
     assert metrics["skipped"].item() == 1.0
@@ -254,7 +258,7 @@ def test_state_goes_on_exactly() -> None:
 )  # fmt: skip
 def test_impossible_options_are_refused(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=rf"algo\.{field} must .*, got {value}"):
-        PPOConfig(**{field: value})
+        PPOConfig(**{field: value})  # type: ignore[arg-type]
 
 
 def test_it_is_made_from_a_policy_or_from_an_environment() -> None:

@@ -1,9 +1,9 @@
 import pytest
 import torch
+from tests.scripted import ScriptedEnv
 
 from apexrl.collectors import SyncCollector
 from apexrl.policies import ActorCritic
-from tests.scripted import ScriptedEnv
 
 
 def make(**options: bool) -> tuple[ScriptedEnv, SyncCollector]:

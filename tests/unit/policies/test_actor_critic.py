@@ -75,9 +75,7 @@ def test_only_the_critic_sees_the_privileged_group() -> None:
 
 
 def test_groups_can_be_named_for_each_network() -> None:
-    policy = ActorCritic(
-        GROUPS, ACTIONS["box"], actor_cfg={"groups": ["priv"]}, critic_cfg={"groups": ["policy"]}
-    )
+    policy = ActorCritic(GROUPS, ACTIONS["box"], actor_cfg={"groups": ["priv"]}, critic_cfg={"groups": ["policy"]})
     a, b = groups(0.0, 0.5), groups(1.0, 0.5)
     assert torch.equal(policy(a, deterministic=True).action, policy(b, deterministic=True).action)
     assert not torch.equal(policy.get_value(a), policy.get_value(b))
@@ -134,7 +132,7 @@ def test_standard_deviations_are_bounded_and_can_come_back(raw: float, expected:
     distribution = policy.distribution(torch.randn(4, 3))
     assert isinstance(distribution, DiagGaussian)
     torch.testing.assert_close(distribution.std, torch.full((4, 2), expected))
-    distribution.std.sum().backward()  # type: ignore[no-untyped-call]
+    distribution.std.sum().backward()
     assert parameter.grad is not None
     assert (parameter.grad != 0).all()
 

@@ -1,10 +1,10 @@
 import gymnasium as gym
 import torch
 from tensordict import TensorDict
+from tests.scripted import ScriptedEnv
 
 from apexrl.policies import RecurrentActorCritic
 from apexrl.rollout import initial_state, make_actor, rollout
-from tests.scripted import ScriptedEnv
 
 
 def make_policy() -> RecurrentActorCritic:

@@ -19,7 +19,8 @@ from apexrl.metrics import MetricSpec
 DT: Final = 0.05
 GRAVITY: Final = 9.81
 MAX_SPEED: Final = 0.5
-FINGER_SPEED: Final = 0.2
+OPEN_SPEED: Final = 0.2
+CLOSE_SPEED: Final = 0.1
 LAG: Final = 0.5
 """Share of the way to the commanded velocity that the gripper covers in one step."""
 MAX_GAP: Final = 0.07
@@ -135,7 +136,9 @@ class Lift(TensorTask):
         velocity = torch.lerp(state[:, 5:7], MAX_SPEED * action[:, :2], LAG)
         new_x, new_y = torch.add(state[:, :2], velocity, alpha=DT).chunk(2, 1)
         new_x, new_y = new_x.clamp(-X_LIMIT, X_LIMIT), new_y.clamp(0.0, Y_LIMIT)
-        new_gap = torch.add(gap, action[:, 2:], alpha=-DT * FINGER_SPEED).clamp(0.0, MAX_GAP)
+        command = action[:, 2:]
+        opening = torch.maximum(-OPEN_SPEED * command, -CLOSE_SPEED * command)
+        new_gap = torch.add(gap, opening, alpha=DT).clamp(0.0, MAX_GAP)
         offset = (block_x - new_x).abs()
 
         # Finger tips that come from above stop on the block; a held block stops on the table.
@@ -186,7 +189,7 @@ class Lift(TensorTask):
         away = (state[:, 2:4] - state[:, 0:2]).abs()
         near_x, near_y = (1.0 - torch.tanh(REACH_SCALE * away)).chunk(2, 1)
         # Going down pays only where the block fits between the fingers, or they would come down beside it.
-        fits = away[:, 0:1] <= state[:, 9:10] - state[:, 4:5] + TOUCH
+        fits = away[:, 0:1] < MAX_GAP - state[:, 4:5]
         near = 0.5 * (near_x + near_y * fits)
         return {
             "reach_reward": REACH_WEIGHT * torch.maximum(near, held),

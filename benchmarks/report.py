@@ -1,0 +1,62 @@
+"""What every benchmark writes beside its numbers: machine, versions, commit."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment() -> dict[str, Any]:
+    """Describe where a benchmark ran."""
+    packages = ("apexrl", "torch", "gymnasium", "mujoco", "stable-baselines3", "rsl-rl-lib", "numpy")
+    return {
+        "machine": {
+            "cpu": _cpu(),
+            "cores": torch.get_num_threads(),
+            "gpu": _gpu(),
+            "python": platform.python_version(),
+        },
+        "versions": {name: _version(name) for name in packages},
+        "commit": _commit(),
+    }
+
+
+def write(name: str, content: dict[str, Any]) -> Path:
+    """Write ``benchmarks/<name>.json``."""
+    path = Path(__file__).parent / f"{name}.json"
+    path.write_text(json.dumps({**content, **environment()}, indent=1) + "\n")
+    return path
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _gpu() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    try:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

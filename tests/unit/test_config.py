@@ -1,0 +1,340 @@
+"""The schema: what it accepts, what it refuses, and what it says then."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import apexrl
+from apexrl.cli import main
+from apexrl.config import (
+    SECTIONS,
+    Config,
+    field_help,
+    field_paths,
+    load_config,
+    make_config,
+    parse_yaml,
+    preset_names,
+    preset_summary,
+    read_source,
+    with_overrides,
+)
+from apexrl.errors import ConfigError
+from apexrl.run import _write_config
+
+PRESETS = ["cartpole_ppo", "halfcheetah_ppo", "lift_ppo", "pendulum_ppo"]
+SOURCES = sorted(Path(apexrl.__file__).parent.rglob("*.py"))
+
+
+def message_of(raw: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_config(raw)
+    return str(caught.value)
+
+
+# What is accepted
+
+
+def test_the_presets_that_are_promised_ship() -> None:
+    assert set(PRESETS) <= set(preset_names())
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_a_preset_survives_its_own_config_yaml(preset: str, tmp_path: Path) -> None:
+    config = load_config(preset)
+    _write_config(tmp_path, config)
+    assert load_config(str(tmp_path / "config.yaml")) == config
+    assert preset_summary(preset)
+
+
+def test_every_field_survives_config_yaml_when_it_differs_from_its_default(tmp_path: Path) -> None:
+    config = make_config(
+        {
+            "task": {
+                "id": "Pusher-v5",
+                "num_envs": 6,
+                "num_workers": 2,
+                "kwargs": {"a": [1, 2.5, None], "b": {"c": ""}},
+            },
+            "policy": {"hidden_dims": [8], "critic_hidden_dims": [9, 10], "actor_groups": ["x"], "init_std": 0.3},
+            "algo": {"learning_rate": 1e-5, "target_kl": 0.02, "schedule": "adaptive"},
+            "training": {"seed": 2**31, "device": "cuda:1"},
+            "logging": {"wandb": "offline", "wandb_project": "007"},
+            "features": {"save_video": False},
+        }
+    )
+    _write_config(tmp_path, config)
+    assert load_config(str(tmp_path / "config.yaml")) == config
+
+
+def test_an_empty_file_and_an_empty_section_mean_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "section.yaml").write_text("algo:\n")
+    assert load_config(str(tmp_path / "empty.yaml")) == Config()
+    assert load_config(str(tmp_path / "section.yaml"), [("algo.gamma", "0.9")]).algo.gamma == 0.9
+
+
+def test_overrides_replace_what_the_preset_says_and_leave_the_rest() -> None:
+    overrides = [
+        ("task.id", "Acrobot-v1"),
+        ("policy.hidden_dims", "[32, 16]"),
+        ("algo.target_kl", "null"),
+        ("training.device", "cuda:1"),
+        ("features.save_video", "false"),
+        ("task.kwargs.render_mode", "rgb_array"),
+        ("task.kwargs.limits.low", "-2"),
+    ]
+    config = load_config("cartpole_ppo", overrides)
+    assert config.task.id == "Acrobot-v1"
+    assert config.task.num_envs == 8
+    assert config.policy.hidden_dims == (32, 16)
+    assert config.algo.target_kl is None
+    assert config.training.device == "cuda:1"
+    assert config.features.save_video is False
+    assert config.task.kwargs == {"render_mode": "rgb_array", "limits": {"low": -2}}
+
+
+def test_overrides_do_not_change_what_they_are_given() -> None:
+    raw = {"task": {"kwargs": {"a": 1}}}
+    assert with_overrides(raw, [("task.kwargs.a", "2")])["task"]["kwargs"] == {"a": 2}
+    assert raw == {"task": {"kwargs": {"a": 1}}}
+
+
+def test_numbers_in_scientific_notation_are_numbers_also_where_yaml_reads_text(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("algo: {learning_rate: 1e-3}\ntraining: {total_timesteps: 1e6}\n")
+    config = load_config(str(tmp_path / "a.yaml"), [("algo.adam_eps", "1e-7"), ("task.num_envs", "1e2")])
+    assert config.algo.learning_rate == 0.001
+    assert config.algo.adam_eps == 1e-7
+    assert (config.training.total_timesteps, config.task.num_envs) == (1_000_000, 100)
+    assert isinstance(config.training.total_timesteps, int)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("raw", "parts"),
+    [
+        ({"trainig": {}}, ["'trainig'", "Did you mean 'training'?", "features"]),
+        ({1: {}}, ["Unknown section '1'"]),
+        ({"algo": {"learning_rat": 1}}, ["'algo.learning_rat'", "Did you mean 'learning_rate'?"]),
+        ({"task": {5: 1}}, ["'task.5'", "num_envs"]),
+        ({"algo": 3}, ["'algo'", "must hold fields", "3"]),
+        ({"algo": {"name": "pppo"}}, ["algo.name", "'pppo'", "Did you mean 'ppo'?"]),
+        ({"algo": {"name": [1]}}, ["algo.name", "[1]"]),
+        ({"task": {"num_envs": "many"}}, ["task.num_envs", "integer", "'many'"]),
+        ({"task": {"num_envs": 2.5}}, ["task.num_envs", "integer", "2.5"]),
+        ({"task": {"num_envs": True}}, ["task.num_envs", "number", "True"]),
+        ({"task": {"id": 5}}, ["task.id", "string", "5"]),
+        ({"task": {"kwargs": {3: 4}}}, ["task.kwargs", "string", "3"]),
+        ({"task": {"kwargs": {"when": {1, 2}}}}, ["task.kwargs.when", "{1, 2}", "quote"]),
+        ({"policy": {"hidden_dims": "64,64"}}, ["policy.hidden_dims", "[64, 64]", "'64,64'"]),
+        ({"policy": {"hidden_dims": [64, "x"]}}, ["policy.hidden_dims.1", "integer", "'x'"]),
+        ({"policy": {"kind": "lstm"}}, ["policy.kind", "'mlp' or 'gru'", "'lstm'"]),
+        ({"features": {"save_video": "perhaps"}}, ["features.save_video", "boolean", "'perhaps'"]),
+        ({"algo": {"learning_rate": "fast"}}, ["algo.learning_rate", "number", "'fast'"]),
+        ({"algo": {"learning_rate": float("nan")}}, ["algo.learning_rate", "finite", "nan"]),
+        ({"algo": {"max_grad_norm": "inf"}}, ["algo.max_grad_norm", "finite", "'inf'"]),
+        ({"algo": {"clip": 1.5}}, ["algo.clip", "(0, 1)", "1.5"]),
+        ({"algo": {"gamma": -0.1}}, ["algo.gamma", "[0, 1]", "-0.1"]),
+        ({"algo": {"num_epochs": 0}}, ["algo.num_epochs", "at least 1", "0"]),
+        ({"algo": {"target_kl": 0}}, ["algo.target_kl", "positive or null", "0"]),
+        ({"algo": {"entropy_coef": -1}}, ["algo.entropy_coef", "not be negative", "-1"]),
+        ({"task": {"num_envs": 0}}, ["task.num_envs", "at least 1", "0"]),
+        ({"policy": {"hidden_dims": [64, 0]}}, ["policy.hidden_dims", "positive", "[64, 0]"]),
+        ({"policy": {"memory_dim": 0}}, ["policy.memory_dim", "at least 1", "0"]),
+        ({"policy": {"init_std": 20}}, ["policy.init_std", "policy.max_std", "20"]),
+        ({"training": {"total_timesteps": 0}}, ["training.total_timesteps", "at least 1", "0"]),
+        ({"training": {"seed": -1}}, ["training.seed", "negative", "-1"]),
+        ({"training": {"seed": 10**30}}, ["training.seed", "at most", str(10**30)]),
+        ({"training": {"num_threads": 5000}}, ["training.num_threads", "at most", "5000"]),
+        ({"logging": {"log_interval": 0}}, ["logging.log_interval", "at least 1", "0"]),
+        ({"logging": {"wandb": "on"}}, ["logging.wandb", "'offline'", "'on'"]),
+        ({"task": {"num_envs": 2, "num_workers": 3}}, ["task.num_workers", "task.num_envs (2)", "3"]),
+        ({"policy": {"kind": "gru", "critic_groups": ["a"]}}, ["policy.critic_groups", "policy.kind is gru", "null"]),
+        (
+            {"algo": {"num_minibatches": 99, "num_steps": 2}, "task": {"num_envs": 3}},
+            ["algo.num_minibatches", "99", "6 samples", "lower it"],
+        ),
+        (
+            {"algo": {"num_minibatches": 4}, "task": {"num_envs": 3}, "policy": {"kind": "gru"}},
+            ["algo.num_minibatches", "4", "3 sequences"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_problem_is_named_with_field_value_and_fix(raw: dict[str, Any], parts: list[str]) -> None:
+    message = message_of(raw)
+    assert [part for part in parts if part not in message] == [], message
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    message = message_of({"task": {"num_envs": "x"}, "algo": {"clip": 5, "gama": 1}, "trainig": {}})
+    for name in ("task.num_envs", "algo.gama", "algo.clip", "trainig"):
+        assert name in message
+    assert len(message.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("option", "nearest"),
+    [("algo.learning_rte", "algo.learning_rate"), ("task.num_env", "task.num_envs"), ("tsk.id", "task.id")],
+)
+def test_a_typo_in_an_option_gets_the_nearest_name(option: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"'--{option}'.*'{nearest}'"):
+        with_overrides({}, [(option, "1")])
+
+
+def test_an_option_below_a_plain_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'task\.kwargs\.a\.b' cannot be set: 'a' is 3"):
+        with_overrides({"task": {"kwargs": {"a": 3}}}, [("task.kwargs.a.b", "1")])
+
+
+def test_an_unknown_preset_gets_the_nearest_name_and_the_list() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_source("cartpole_pp")
+    for part in ("'cartpole_pp'", "Did you mean 'cartpole_ppo'?", "lift_ppo", "YAML file"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "folder.yaml"])
+def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(ConfigError, match=rf"{name}.*preset: cartpole_ppo"):
+        read_source(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("- a\n- b\n", ["sections (task, policy", "list"]),
+        ("just words", ["sections (task, policy", "str"]),
+        ("algo: {gamma: 1", ["not plain YAML", "line 1"]),
+        ("algo:\n\tgamma: 1", ["not plain YAML", "line 2"]),
+        ("task: {kwargs: {when: 2020-99-99}}", ["not plain YAML", "month"]),
+        ("[" * 100_000, ["not plain YAML"]),
+        ("? [1]\n: 2", ["not plain YAML", "unhashable"]),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(text: str, parts: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_source(str(path))
+    assert [part for part in [*parts, "bad.yaml"] if part not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize("tag", ["python/object/apply:pathlib.Path.touch", "python/object/new:pathlib.Path.touch"])
+def test_a_file_with_code_in_it_is_refused_and_does_not_run(tag: str, tmp_path: Path) -> None:
+    target = tmp_path / "created"
+    text = f"task:\n  kwargs:\n    x: !!{tag}\n    - !!python/object/apply:pathlib.Path ['{target}']\n"
+    path = tmp_path / "code.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"code\.yaml is not plain YAML.*python/object"):
+        load_config(str(path))
+    assert with_overrides({}, [("task.id", f"!!{tag} [a]")])["task"]["id"].startswith("!!python")
+    assert not target.exists()
+
+
+# Whatever is thrown at it
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+VALUES = st.recursive(
+    PLAIN | st.sampled_from(["gru", "ppo", "1e3", "auto"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3),
+    max_leaves=4,
+)
+TEXTS = st.text(max_size=12) | st.sampled_from(["0x_", "2020-13-01", "[", "1e999", "null"])
+
+
+def refusal(make: Callable[[], Config]) -> str | None:
+    """Return what was said against a configuration, None when it was taken; no other exception will do."""
+    try:
+        make()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@settings(max_examples=250, deadline=None)
+@given(path=st.sampled_from(field_paths()), value=VALUES)
+def test_any_value_for_any_field_is_taken_or_refused_by_name(path: str, value: Any) -> None:
+    section, name = path.split(".")
+    said = refusal(lambda: make_config({section: {name: value}}))
+    assert said is None or path in said
+
+
+@settings(max_examples=150, deadline=None)
+@given(path=st.sampled_from(field_paths()), text=TEXTS)
+def test_any_text_for_any_option_is_taken_or_refused_by_name(path: str, text: str) -> None:
+    said = refusal(lambda: load_config("cartpole_ppo", [(path, text)]))
+    assert said is None or path in said
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(alphabet=st.sampled_from("taskid:algo \n-[]{}&*!?|>'\"0123.e_\t#%@"), max_size=40))
+def test_any_file_is_taken_or_refused(text: str) -> None:
+    said = refusal(lambda: make_config(parse_yaml(text, "some.yaml")))
+    assert said is None or said
+
+
+# Every field counts
+
+
+def _reads(sources: Iterable[Path]) -> set[tuple[str, str]]:
+    """Return (owner, attribute) of every attribute read, outside the checks that configurations make of themselves."""
+    found: set[tuple[str, str]] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
+            return
+        if isinstance(node, ast.Attribute):
+            found.add((ast.unparse(node.value).rpartition(".")[2], node.attr))
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    for source in sources:
+        visit(ast.parse(source.read_text()))
+    return found
+
+
+def _unread(section: str, names: Iterable[str], reads: set[tuple[str, str]]) -> list[str]:
+    return [name for name in names if not {(section, name), ("cfg", name)} & reads]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_field_is_read_by_something(section: str) -> None:
+    reads = _reads(SOURCES)
+    assert _unread(section, [entry.name for entry in fields(SECTIONS[section])], reads) == []
+    assert _unread(section, ["made_up"], reads) == ["made_up"]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_field_has_a_sentence(section: str) -> None:
+    texts = field_help(SECTIONS[section])
+    assert list(texts) == [entry.name for entry in fields(SECTIONS[section])]
+    assert all(text.endswith(".") and len(text) > 8 for text in texts.values()), texts
+
+
+def test_the_help_shows_every_field_with_its_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["train", "--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    for section, cls in SECTIONS.items():
+        for name, text in field_help(cls).items():
+            assert f"--{section}.{name} " in shown
+            assert text in shown
+    assert "--resume" in shown
+
+
+def test_configurations_cannot_be_changed_in_place() -> None:
+    config = Config()
+    with pytest.raises(AttributeError):
+        config.algo.gamma = 0.5  # type: ignore[misc]
