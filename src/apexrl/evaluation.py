@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,14 +141,12 @@ def evaluate(
         raise ValueError(f"num_episodes must be at least 1, got {num_episodes}")
     quota = np.full(env.num_envs, num_episodes // env.num_envs)
     quota[: num_episodes % env.num_envs] += 1
-    taken = np.zeros_like(quota)
+    taken, counted_steps = np.zeros_like(quota), np.zeros_like(quota)
     parts: list[dict[str, NDArray[np.float64]]] = []
     rows: StepRows = {index: [] for index in range(env.num_envs)}
     episode_metrics, num_steps = EpisodeMetrics(), 0
-    was_training = policy.training
-    policy.eval()
     cuda = [policy.device] if policy.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
+    with torch.random.fork_rng(devices=cuda), _restored_mode(policy):
         torch.manual_seed(seed)
         carry: Carry = {OBSERVATION: env.reset(seed=seed), **initial_state(policy, env)}
         actor = make_actor(policy, env.device, deterministic=deterministic)
@@ -161,20 +160,32 @@ def evaluate(
             if record_steps:
                 extend_rows(rows, batch)
             finished = fold_episodes(batch, env.metric_specs, episode_metrics)
-            parts.append(_within_quota(finished, quota, taken))
+            parts.append(_within_quota(finished, quota, taken, counted_steps))
             num_steps += batch.shape[0]
             if on_progress is not None:
                 on_progress(int(taken.sum()))
-    policy.train(was_training)
     names = dict.fromkeys(name for part in parts for name in part)
     episodes = {
         name: np.concatenate([part.get(name, np.full(len(part["return"]), np.nan)) for part in parts]) for name in names
     }
+    # Past its quota an environment goes on until the others are done; those steps belong to no counted episode.
+    rows = {index: env_rows[: counted_steps[index]] for index, env_rows in rows.items()}
     return EvaluationResult(episodes, rows if record_steps else None)
 
 
+@contextmanager
+def _restored_mode(policy: Policy) -> Iterator[None]:
+    """Put a policy into evaluation mode for a while."""
+    was_training = policy.training
+    policy.eval()
+    try:
+        yield
+    finally:
+        policy.train(was_training)
+
+
 def _within_quota(
-    finished: FinishedEpisodes, quota: NDArray[Any], taken: NDArray[Any]
+    finished: FinishedEpisodes, quota: NDArray[Any], taken: NDArray[Any], counted_steps: NDArray[Any]
 ) -> dict[str, NDArray[np.float64]]:
     """Bring the finished episodes to the host and keep those that the quotas still have room for."""
     table = torch.stack([finished.ended.double(), *finished.value.values()]).cpu().numpy()
@@ -182,7 +193,9 @@ def _within_quota(
     rank = taken + ended.cumsum(0)
     keep = ended & (rank <= quota)
     taken += keep.sum(0)
-    return {name: values[keep] for name, values in zip(finished.value, table[1:], strict=True)}
+    values = dict(zip(finished.value, table[1:], strict=True))
+    counted_steps += np.where(keep, values["episode_len"], 0.0).sum(0).astype(counted_steps.dtype)
+    return {name: value[keep] for name, value in values.items()}
 
 
 def extend_rows(rows: StepRows, batch: TensorDict) -> None:

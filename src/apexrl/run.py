@@ -177,9 +177,9 @@ def make_task(config: Config, device: torch.device, num_envs: int | None = None)
     count = num_envs or task.num_envs
     try:
         return make_env(task.id, count, device=device, num_workers=min(task.num_workers, count), **task.kwargs)
-    except ApexRLError:
-        raise
     except (TypeError, ValueError) as error:
+        if isinstance(error, ApexRLError) or not task.kwargs:
+            raise
         raise ConfigError(f"task.kwargs {task.kwargs} cannot be given to '{task.id}': {error}.") from error
 
 

@@ -121,6 +121,14 @@ def test_step_tables(tmp_path: Path) -> None:
     assert [row["fail"] for row in rows] == ["", "", ""], "not declared by the task"
 
 
+def test_step_tables_hold_the_counted_episodes_alone() -> None:
+    # The short environment goes on while the long one finishes; only its one counted episode is in its table.
+    env = ScriptedEnv([2, 7], [True, True])
+    result = evaluate(env, policy_for(env), 2, record_steps=True)
+    assert result.step_rows is not None
+    assert [len(rows) for rows in result.step_rows.values()] == [2, 7]
+
+
 def test_a_video_has_a_frame_a_step(tmp_path: Path) -> None:
     import imageio.v2 as imageio
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,11 +58,13 @@ def load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint at {path}.")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        # PyTorch's own text advises to switch the protection off; it stays in the cause.
         raise CheckpointError(
-            f"{path} is not a readable checkpoint (truncated, damaged, or not written by apexrl): {reason[:200]}"
+            f"{path} is not a readable checkpoint: it is truncated or damaged, or was not written by apexrl. "
+            "Use another one."
         ) from error
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise CheckpointError(f"{path} was not written by apexrl: it has no format number.")

@@ -106,6 +106,7 @@ class OnPolicyRunner(Trainer):
         )
         self.agent = agent
         self.eval_episode_metrics = EpisodeMetrics()
+        self._memories: dict[int, dict[str, Tensor]] = {}
 
     @property
     def episode_metrics(self) -> EpisodeMetrics:
@@ -143,11 +144,14 @@ class OnPolicyRunner(Trainer):
         carry: Carry = {OBSERVATION: envs.reset() if obs is None else obs}
         if policy_fn is None:
             actor = make_actor(self.policy, envs.device)
-            carry.update(initial_state(self.policy, envs))
+            # The caller passes observations alone, so the memory of a recurrent policy is kept here between calls.
+            known = self._memories.get(id(envs)) if obs is not None else None
+            carry.update(known or initial_state(self.policy, envs))
         else:
             actor = _actor_from(policy_fn)
         self.policy.eval()
         batch, carry = rollout(envs, actor, carry, num_steps, keep=None if collect_for_training else ())
+        self._memories[id(envs)] = {name: value for name, value in carry.items() if name != OBSERVATION}
         fold_episodes(batch, envs.metric_specs, self.episode_metrics if envs is self.env else self.eval_episode_metrics)
         rows: StepRows | None = None
         if record_step_data:

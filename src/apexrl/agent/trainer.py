@@ -130,6 +130,8 @@ class Trainer:
         self._saved_iteration: int | None = None
         self._made_eval_envs: int | None = None
         """How many environments were asked for, when this trainer made them."""
+        self._between_steps = True
+        """False while a rollout or an update is under way, when there is no state worth saving."""
         self._told: set[str] = set()
 
     def add_callback(self, event: str, handler: Callable[..., Any]) -> None:
@@ -159,13 +161,16 @@ class Trainer:
         fire("pre_iteration", self)
         fire("pre_rollout", self)
         started = time.perf_counter()
+        self._between_steps = False
         batch = self.collector.collect(self.algorithm.num_steps)
+        self._between_steps = True
         self._synchronize()
         collected = time.perf_counter()
         if self.callbacks.wanted("post_rollout"):
             fire("post_rollout", self, _known(to_host(self._rollout_metrics(batch))))
         fire("pre_update", self)
         update_started = time.perf_counter()
+        self._between_steps = False
         update_metrics = self.algorithm.update(batch)
         metrics = {**self._rollout_metrics(batch), **{f"train/{k}": v for k, v in update_metrics.items()}}
         host = to_host(metrics)
@@ -173,6 +178,7 @@ class Trainer:
         self.algorithm.raise_if_diverged({"nonfinite": host.pop("train/nonfinite", 0.0)}, batch)
         self.iteration += 1
         self.total_steps += batch.shape[0] * batch.shape[1]
+        self._between_steps = True
         self.algorithm.adjust_learning_rate(min(1.0, self.total_steps / target))
         stats = {"iteration": self.iteration, "total_steps": self.total_steps, **_known(host)}
         stats.update(_time_metrics(batch, collected - started, finished - update_started))
@@ -285,6 +291,7 @@ class Trainer:
             self.env.load_state_dict(content["env"])
         except EnvStateError as error:
             self.tell(f"New episodes start, so this run will differ from an uninterrupted one: {error}")
+            self.collector.seed = self.cfg.seed + self.total_steps  # not the first episodes over again
         else:
             self.collector.load_state_dict(content["collector"])
 
@@ -299,7 +306,9 @@ class Trainer:
                 path.unlink()
 
     def _save_before_leaving(self) -> None:
-        """Save after an exception, if that still works; it must not hide what went wrong."""
+        """Save after an exception, if that still makes sense and works; it must not hide what went wrong."""
+        if not self._between_steps:
+            return
         try:
             self._save_once()
         except Exception as error:

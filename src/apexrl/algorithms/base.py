@@ -66,6 +66,9 @@ class BaseAlgorithm(ABC):
             raise DivergenceError(self._report(batch))
 
     def _report(self, batch: TensorDict) -> str:
+        for name, parameter in self.policy.named_parameters():
+            if not parameter.isfinite().all():
+                return f"Training diverged: parameter '{name}' was not finite before the update. Load a checkpoint."
         order = [OBSERVATION, ACTION, REWARD, SAMPLE_LOG_PROB]
         names = [str(key) for key in batch.keys()]  # noqa: SIM118
         keys = sorted(names, key=lambda key: (order.index(key) if key in order else len(order), key))
@@ -82,12 +85,11 @@ class BaseAlgorithm(ABC):
                             "The environment or the policy produced it; see docs/troubleshooting.md."
                         )
         for name, parameter in self.policy.named_parameters():
-            for kind, values in (("parameter", parameter.data), ("gradient of", parameter.grad)):
-                if values is not None and not values.isfinite().all():
-                    return (
-                        f"Training diverged: {kind} '{name}' is not finite, though the rollout is. "
-                        "Lower algo.learning_rate or algo.max_grad_norm, or normalise observations and rewards."
-                    )
+            if parameter.grad is not None and not parameter.grad.isfinite().all():
+                return (
+                    f"Training diverged: the gradient of '{name}' is not finite, though the rollout is. "
+                    "Lower algo.learning_rate, or normalise observations and rewards."
+                )
         return "Training diverged: the loss was not finite. Lower algo.learning_rate, or normalise rewards."
 
 

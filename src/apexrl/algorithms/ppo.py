@@ -233,18 +233,20 @@ class PPO(BaseAlgorithm):
             gradient_norm = self.optimizer.gradient_norm()
             finite = loss.isfinite() & gradient_norm.isfinite()
             nonfinite = torch.max(nonfinite, (~finite).float())
-            self.optimizer.step(gradient_norm, skip=torch.max(stop, nonfinite))
+            skip = torch.max(stop, nonfinite)
+            self.optimizer.step(gradient_norm, skip)
             if self.cfg.schedule == "adaptive":
-                self._adapt_learning_rate(kl)
+                self._adapt_learning_rate(kl, skip)
         metrics["grad_norm"] = gradient_norm
         return metrics, stop, nonfinite
 
-    def _adapt_learning_rate(self, kl: Tensor) -> None:
+    def _adapt_learning_rate(self, kl: Tensor, skip: Tensor) -> None:
         low, high = self.cfg.learning_rate_bounds
         rate = self.optimizer.learning_rate
         slower = (rate / 1.5).clamp(min=low)
         faster = (rate * 1.5).clamp(max=high)
-        too_far, too_near = kl > 2.0 * self.cfg.desired_kl, kl < 0.5 * self.cfg.desired_kl
+        taken = skip == 0
+        too_far, too_near = taken & (kl > 2.0 * self.cfg.desired_kl), taken & (kl < 0.5 * self.cfg.desired_kl)
         rate.copy_(torch.where(too_far, slower, torch.where(too_near, faster, rate)))
 
     def adjust_learning_rate(self, progress: float) -> None:

@@ -14,6 +14,8 @@ from apexrl.metrics import EpisodeMetrics
 class BaseCollector(ABC):
     """Collects batches ``[T, N]`` with the current policy. A new collector implements ``collect``."""
 
+    seed: int | None = None
+    """Of the next reset."""
     episode_metrics: EpisodeMetrics
     """Episodes that ended while collecting, and the running ones."""
 

@@ -402,7 +402,7 @@ def find_gym_id(env_id: str) -> str | None:
     for package in [module] if module else ["gymnasium_robotics"]:
         try:
             importlib.import_module(package)
-        except ImportError:
+        except (ImportError, TypeError, ValueError):  # there is none, or it is no module's name
             return None
         if name in gym.registry:
             return f"{package}:{name}"

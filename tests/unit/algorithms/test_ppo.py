@@ -149,14 +149,20 @@ def test_the_same_seed_gives_the_same_update() -> None:
 @pytest.mark.parametrize(("kl", "factor"), [(0.05, 1 / 1.5), (0.001, 1.5), (0.01, 1.0)])
 def test_the_adaptive_rate_follows_the_divergence(kl: float, factor: float) -> None:
     algorithm, _ = setup(schedule="adaptive", desired_kl=0.01, learning_rate=1e-3)
-    algorithm._adapt_learning_rate(torch.tensor(kl))
+    algorithm._adapt_learning_rate(torch.tensor(kl), skip=torch.tensor(0.0))
     assert math.isclose(algorithm.optimizer.learning_rate.item(), 1e-3 * factor, rel_tol=1e-5)
+
+
+def test_a_skipped_step_leaves_the_adaptive_rate_alone() -> None:
+    algorithm, _ = setup(schedule="adaptive", learning_rate=1e-3)
+    algorithm._adapt_learning_rate(torch.tensor(1.0), skip=torch.tensor(1.0))
+    assert math.isclose(algorithm.optimizer.learning_rate.item(), 1e-3, rel_tol=1e-6)
 
 
 @pytest.mark.parametrize(("start", "kl", "bound"), [(1.2e-5, 1.0, 1e-5), (9e-3, 0.0, 1e-2)])
 def test_the_adaptive_rate_has_bounds(start: float, kl: float, bound: float) -> None:
     algorithm, _ = setup(schedule="adaptive", learning_rate=start)
-    algorithm._adapt_learning_rate(torch.tensor(kl))
+    algorithm._adapt_learning_rate(torch.tensor(kl), skip=torch.tensor(0.0))
     assert math.isclose(algorithm.optimizer.learning_rate.item(), bound, rel_tol=1e-5)
 
 

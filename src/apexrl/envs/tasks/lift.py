@@ -186,11 +186,8 @@ class Lift(TensorTask):
     def _metrics(self, state: Tensor, fail: Tensor) -> dict[str, Tensor]:
         held = state[:, 10:11]
         height = state[:, 3:4] * held
-        away = (state[:, 2:4] - state[:, 0:2]).abs()
-        near_x, near_y = (1.0 - torch.tanh(REACH_SCALE * away)).chunk(2, 1)
-        # Going down pays only where the block fits between the fingers, or they would come down beside it.
-        fits = away[:, 0:1] < MAX_GAP - state[:, 4:5]
-        near = 0.5 * (near_x + near_y * fits)
+        distance = (state[:, 2:4] - state[:, 0:2]).square().sum(1, keepdim=True).sqrt()
+        near = 1.0 - torch.tanh(REACH_SCALE * distance)
         return {
             "reach_reward": REACH_WEIGHT * torch.maximum(near, held),
             "grasp_reward": GRASP_WEIGHT * held,
