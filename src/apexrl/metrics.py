@@ -60,11 +60,19 @@ class EpisodeMetrics:
 
     def means(self) -> dict[str, Tensor]:
         """Mean of each episode field over the episodes finished since ``clear``; NaN when there were none."""
-        return {name: total[0] / total[1] for name, total in self.totals.items()}
+        if not self.totals:
+            return {}
+        sums, counts = torch.stack(list(self.totals.values())).unbind(-1)
+        return dict(zip(self.totals, (sums / counts).unbind(), strict=True))
 
     def clear(self) -> None:
         """Forget the finished episodes; running ones are kept."""
-        self.totals = {}
+        for total in self.totals.values():
+            total.zero_()
+
+    def restart(self) -> None:
+        """Forget the running episodes, because they were cut."""
+        self.unfinished = {}
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return running and finished totals as plain tensors."""
@@ -98,7 +106,9 @@ class _Segments:
         out = x.new_full((len(x) + 1, x.shape[1]), neutral)
         out[0] = self.unfinished.get(name, out[0])
         out.scatter_reduce_(0, self.segment, x, how)
-        self.unfinished[name] = out.gather(0, self.count)[0]
+        partial = out.gather(0, self.count)[0]
+        # In place where it exists, so that a captured rollout finds it where it left it.
+        self.unfinished[name] = self.unfinished[name].copy_(partial) if name in self.unfinished else partial
         return out
 
     def last(self, x: Tensor) -> Tensor:
@@ -131,8 +141,10 @@ def aggregate_metrics(
     for name, value in episode.items():
         real = segments.ended & ~value.isnan()
         total = torch.stack((torch.where(real, value, 0.0).sum(), real.sum()))
-        previous = episode_metrics.totals.get(name)
-        episode_metrics.totals[name] = total if previous is None else previous + total
+        if name in episode_metrics.totals:
+            episode_metrics.totals[name].add_(total)
+        else:
+            episode_metrics.totals[name] = total
     return FinishedEpisodes(segments.ended, episode)
 
 
@@ -200,9 +212,13 @@ def evaluation_log_names(field: str) -> list[str]:
 
 def to_host(values: Mapping[str, Tensor | float]) -> dict[str, float]:
     """Bring many scalars to the host in one transfer."""
-    names = [name for name, value in values.items() if isinstance(value, Tensor)]
-    host: dict[str, float] = {}
-    if names:
-        stacked = torch.stack([values[name].detach().reshape(()).double() for name in names])  # type: ignore[union-attr]
-        host = dict(zip(names, stacked.tolist(), strict=True))
-    return {name: host[name] if name in host else float(values[name]) for name in values}
+    host = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
+    by_type: dict[torch.dtype, dict[str, Tensor]] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            by_type.setdefault(value.dtype, {})[name] = value.detach().reshape(())
+    if by_type:
+        stacked = torch.cat([torch.stack(list(group.values())).double() for group in by_type.values()])
+        names = [name for group in by_type.values() for name in group]
+        host.update(zip(names, stacked.tolist(), strict=True))
+    return {name: host[name] for name in values}

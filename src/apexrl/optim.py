@@ -24,54 +24,67 @@ class FlatAdam:
     ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.max_grad_norm = max_grad_norm
-        self.flat = nn.Parameter(torch.cat([p.detach().flatten() for p in self.parameters]))
-        self.flat.grad = torch.zeros_like(self.flat)
+        self.flat = torch.cat([p.detach().flatten() for p in self.parameters])
+        self.gradient = torch.zeros_like(self.flat)
         self._offsets = [0]
         for parameter in self.parameters:
             self._offsets.append(self._offsets[-1] + parameter.numel())
-        for parameter, view in zip(self.parameters, self._views(self.flat.data), strict=True):
+        for parameter, view in zip(self.parameters, self._views(self.flat), strict=True):
             parameter.data = view
         self._attach_gradients()
-        self.learning_rate = torch.tensor(learning_rate, device=self.flat.device)
-        self.adam = torch.optim.Adam(
-            [self.flat], lr=self.learning_rate, eps=eps, fused=True, capturable=self.flat.is_cuda
-        )
+        device = self.flat.device
+        self.learning_rate = torch.tensor(learning_rate, device=device)
+        self.state = {
+            "mean": torch.zeros_like(self.flat),
+            "square": torch.zeros_like(self.flat),
+            "steps": torch.zeros((), device=device),
+        }
+        self.eps = eps
 
     def zero_grad(self) -> None:
         """Set every gradient to zero."""
-        assert self.flat.grad is not None
-        self.flat.grad.zero_()
+        self.gradient.zero_()
         if self.parameters[0].grad is None:  # someone called module.zero_grad()
             self._attach_gradients()
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of all gradients together."""
-        assert self.flat.grad is not None
-        norm: Tensor = self.flat.grad.norm()
+        norm: Tensor = self.gradient.norm()
         return norm
 
+    @torch.no_grad()
     def step(self, gradient_norm: Tensor, skip: Tensor) -> None:
         """Clip to ``max_grad_norm`` and step, unless ``skip`` (0-d, 0 or 1)."""
-        assert self.flat.grad is not None
-        self.flat.grad.mul_((self.max_grad_norm / (gradient_norm + 1e-6)).clamp(max=1.0))
-        # The fused kernel leaves parameters, moments and step count alone where this is 1.
-        self.adam.found_inf = skip  # type: ignore[attr-defined]
-        self.adam.step()
+        self.gradient.mul_((self.max_grad_norm / (gradient_norm + 1e-6)).clamp(max=1.0))
+        self.state["steps"].add_(1.0 - skip)
+        # The kernel behind torch.optim.Adam(fused=True); it leaves everything alone where found_inf is 1.
+        torch._fused_adam_(
+            [self.flat],
+            [self.gradient],
+            [self.state["mean"]],
+            [self.state["square"]],
+            [],
+            [self.state["steps"]],
+            lr=self.learning_rate,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.0,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+            found_inf=skip,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return moments, step count and learning rate as plain tensors."""
-        moments = self.adam.state.get(self.flat, {})
-        return {
-            "learning_rate": self.learning_rate.clone(),
-            "state": {name: value.clone() for name, value in moments.items()},
-        }
+        state = {name: value.clone() for name, value in self.state.items()}
+        return {"learning_rate": self.learning_rate.clone(), "state": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
         self.learning_rate.copy_(state["learning_rate"])
-        self.adam.state[self.flat] = {name: value.to(self.flat.device) for name, value in state["state"].items()}
-        if not state["state"]:
-            del self.adam.state[self.flat]
+        for name, value in self.state.items():
+            value.copy_(state["state"][name])
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [
@@ -80,6 +93,5 @@ class FlatAdam:
         ]
 
     def _attach_gradients(self) -> None:
-        assert self.flat.grad is not None
-        for parameter, view in zip(self.parameters, self._views(self.flat.grad), strict=True):
+        for parameter, view in zip(self.parameters, self._views(self.gradient), strict=True):
             parameter.grad = view

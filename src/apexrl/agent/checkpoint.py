@@ -37,11 +37,15 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
     """Write to a temporary file, force it to the disk, and rename: a kill leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("wb") as file:
-        torch.save({"format": FORMAT, **content}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            torch.save({"format": FORMAT, **content}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # a full disk gets its space back
+        raise
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)

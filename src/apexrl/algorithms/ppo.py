@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,9 +11,10 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl.algorithms.base import BaseAlgorithm
-from apexrl.buffers import minibatches
+from apexrl.buffers import shuffled
 from apexrl.errors import ConfigError
 from apexrl.functional import approx_kl, clipped_surrogate, explained_variance, gae, normalize, value_loss
+from apexrl.graphs import Acceleration, Captured, compiled
 from apexrl.models import MLPActor, MLPCritic, RewardScaler
 from apexrl.optim import FlatAdam
 from apexrl.policies import ActorCritic, Policy
@@ -97,21 +98,29 @@ class PPOConfig:
             require(name, value is None or value > 0, "must be positive or null")
 
 
-@dataclass
-class _Totals:
-    """Sums over the minibatches that took a step, on the device."""
+METRICS = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_frac", "grad_norm")
 
-    sums: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, metrics: dict[str, Tensor], weight: Tensor) -> None:
-        for name, value in {**metrics, "weight": torch.ones_like(weight)}.items():
-            # where, not a product: 0 · NaN is NaN
-            term = torch.where(weight > 0, value.detach(), 0.0)
-            self.sums[name] = self.sums[name] + term if name in self.sums else term
+class _Progress:
+    """How far an update is, on the device: whether it was stopped, and sums over the minibatches that took a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stop = torch.zeros((), device=device)
+        self.nonfinite = torch.zeros((), device=device)
+        self.sums = torch.zeros(len(METRICS) + 1, device=device)
+
+    def restart(self) -> None:
+        for tensor in (self.stop, self.nonfinite, self.sums):
+            tensor.zero_()
+
+    def add(self, metrics: Tensor, taken: Tensor) -> None:
+        # where, not a product: 0 · NaN is NaN
+        self.sums[:-1].add_(torch.where(taken, metrics, 0.0))
+        self.sums[-1:].add_(taken)
 
     def means(self) -> dict[str, Tensor]:
-        weight = self.sums["weight"].clamp_min(1.0)
-        return {name: value / weight for name, value in self.sums.items() if name != "weight"}
+        means = self.sums[:-1] / self.sums[-1].clamp_min(1.0)
+        return dict(zip(METRICS, means.unbind(), strict=True))
 
 
 class PPO(BaseAlgorithm):
@@ -136,6 +145,7 @@ class PPO(BaseAlgorithm):
         critic_cfg: Mapping[str, Any] | None = None,
         policy: Policy | None = None,
         device: torch.device | str | None = None,
+        acceleration: Acceleration | None = None,
     ) -> None:
         if (env is None) == (policy is None):
             raise ConfigError("PPO needs either a policy (policy=...) or an environment to make one for (env=...).")
@@ -156,53 +166,84 @@ class PPO(BaseAlgorithm):
             policy.parameters(), self.cfg.learning_rate, self.cfg.adam_eps, self.cfg.max_grad_norm
         )
         self.reward_scaler = RewardScaler(self.cfg.gamma).to(policy.device) if self.cfg.normalize_reward else None
+        self.acceleration = acceleration or Acceleration()
+        self._loss = compiled(self._eager_loss, enabled=self.acceleration.compile)
+        use_graphs = self.acceleration.graphs and policy.device.type == "cuda"
+        self._captured_step = Captured("The update", self._step, enabled=use_graphs)
+        self._captured_advantage = Captured("The advantage", self._compute_advantage, enabled=use_graphs)
+        self._progress = _Progress(policy.device)
+        self._batch = TensorDict({}, batch_size=[0, 0])
+        self._data: dict[str, Any] = {}
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Run the epochs over one rollout ``[T, N]``."""
         self.check_batch(rollout)
-        batch = self._with_advantage(rollout)
-        totals = _Totals()
-        zero = torch.zeros((), device=batch.device)
-        stop, nonfinite = zero, zero
+        self._load(rollout)
+        self._captured_advantage()
+        progress = self._progress
+        progress.restart()
         self.policy.train()
+        count = rollout.shape[1] if self.policy.sequential else rollout.numel()
         for _ in range(self.cfg.num_epochs):
-            for minibatch in minibatches(batch, self.cfg.num_minibatches, sequential=self.policy.sequential):
-                metrics, stop, nonfinite = self._step(minibatch, stop, nonfinite)
-                totals.add(metrics, 1.0 - torch.max(stop, nonfinite))
+            for rows in shuffled(count, self.cfg.num_minibatches, rollout.device):
+                self._captured_step(rows)
         self.policy.eval()
         # Last, so that the rollout and every minibatch of this update saw the same normaliser.
-        self.policy.update_normalizer(rollout[OBSERVATION], apply=nonfinite == 0)
+        self.policy.update_normalizer(rollout[OBSERVATION], apply=progress.nonfinite == 0)
         return {
-            **totals.means(),
+            **progress.means(),
             "learning_rate": self.optimizer.learning_rate.clone(),
-            "explained_variance": explained_variance(batch[VALUE], batch[RETURN]),
-            "skipped": stop,
-            "nonfinite": nonfinite,
+            "explained_variance": explained_variance(self._batch[VALUE], self._batch[RETURN]),
+            "skipped": progress.stop.clone(),
+            "nonfinite": progress.nonfinite.clone(),
         }
 
-    def _with_advantage(self, rollout: TensorDict) -> TensorDict:
-        reward = rollout[REWARD] * self.cfg.reward_scale
+    def _load(self, rollout: TensorDict) -> None:
+        """Put a rollout where the captured functions read it: into the same memory every time."""
+        batch = rollout.select(*self.required_keys, *self.policy.initial_state(1))
+        if self._captured_step.enabled and self._batch.shape == batch.shape:
+            self._batch.update_(batch)
+            return
+        self._batch = batch.clone() if self._captured_step.enabled else batch
+        self._batch[ADVANTAGE], self._batch[RETURN] = torch.empty_like(batch[VALUE]), torch.empty_like(batch[VALUE])
+        read_by_loss = (
+            OBSERVATION,
+            ACTION,
+            SAMPLE_LOG_PROB,
+            VALUE,
+            DONE,
+            ADVANTAGE,
+            RETURN,
+            *self.policy.initial_state(1),
+        )
+        data = self._batch.select(*read_by_loss)
+        self._data = dict((data if self.policy.sequential else data.reshape(-1)).items())
+        self._captured_step.forget()
+        self._captured_advantage.forget()
+
+    @torch.no_grad()
+    def _compute_advantage(self) -> None:
+        batch = self._batch
+        reward = batch[REWARD] * self.cfg.reward_scale
         if self.reward_scaler is not None:
-            reward = self.reward_scaler(reward, rollout[DONE])
+            reward = self.reward_scaler(reward, batch[DONE])
         advantage, target = gae(
             reward,
-            rollout[VALUE],
-            rollout[NEXT_VALUE],
-            rollout[TERMINATED],
-            rollout[DONE],
+            batch[VALUE],
+            batch[NEXT_VALUE],
+            batch[TERMINATED],
+            batch[DONE],
             gamma=self.cfg.gamma,
             lam=self.cfg.lam,
         )
         if self.cfg.normalize_advantage == "batch":
             advantage = normalize(advantage)
-        read_by_loss = {OBSERVATION, ACTION, SAMPLE_LOG_PROB, VALUE, DONE, *self.policy.initial_state(1)}
-        batch = rollout.select(*read_by_loss)
-        batch[ADVANTAGE], batch[RETURN] = advantage, target
-        return batch
+        batch[ADVANTAGE].copy_(advantage)
+        batch[RETURN].copy_(target)
 
-    def _loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+    def _eager_loss(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         cfg = self.cfg
-        log_prob, entropy, value = self.policy.evaluate(batch)
+        log_prob, entropy, value = self._evaluate(batch)
         advantage = batch[ADVANTAGE]
         if cfg.normalize_advantage == "minibatch":
             advantage = normalize(advantage)
@@ -212,33 +253,36 @@ class PPO(BaseAlgorithm):
         value_term = value_loss(value, batch[RETURN], batch[VALUE], cfg.clip_value)
         entropy_term = -entropy.mean()
         loss = policy_term + cfg.value_coef * value_term + cfg.entropy_coef * entropy_term
-        return loss, {
-            "loss": loss,
-            "policy_loss": policy_term,
-            "value_loss": value_term,
-            "entropy_loss": entropy_term,
-            "approx_kl": approx_kl(log_ratio),
-            "clip_frac": ((ratio - 1.0).abs() > cfg.clip).float().mean(),
-        }
+        with torch.no_grad():
+            clip_frac = ((ratio - 1.0).abs() > cfg.clip).float().mean()
+            metrics = torch.stack((loss, policy_term, value_term, entropy_term, approx_kl(log_ratio), clip_frac))
+        return loss, metrics
 
-    def _step(self, minibatch: TensorDict, stop: Tensor, nonfinite: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    def _evaluate(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        if self.acceleration.precision != "bf16":
+            return self.policy.evaluate(batch)
+        with torch.autocast(self.policy.device.type, dtype=torch.bfloat16):
+            evaluation = self.policy.evaluate(batch)
+        return tuple(x.float() for x in evaluation)
+
+    def _step(self, rows: Tensor) -> None:
         """Take one optimizer step, unless the update was stopped before or this step is not finite."""
+        place = (slice(None), rows) if self.policy.sequential else rows
+        minibatch = {name: value[place] for name, value in self._data.items()}
         self.optimizer.zero_grad()
         loss, metrics = self._loss(minibatch)
         loss.backward()
+        progress = self._progress
         with torch.no_grad():
-            kl = metrics["approx_kl"]
+            gradient_norm, kl = self.optimizer.gradient_norm(), metrics[METRICS.index("approx_kl")]
             if self.cfg.target_kl is not None:
-                stop = torch.max(stop, (kl > 1.5 * self.cfg.target_kl).float())
-            gradient_norm = self.optimizer.gradient_norm()
-            finite = loss.isfinite() & gradient_norm.isfinite()
-            nonfinite = torch.max(nonfinite, (~finite).float())
-            skip = torch.max(stop, nonfinite)
+                progress.stop.copy_(torch.max(progress.stop, kl > 1.5 * self.cfg.target_kl))
+            progress.nonfinite.copy_(torch.max(progress.nonfinite, ~(loss + gradient_norm).isfinite()))
+            skip = torch.max(progress.stop, progress.nonfinite)
             self.optimizer.step(gradient_norm, skip)
             if self.cfg.schedule == "adaptive":
                 self._adapt_learning_rate(kl, skip)
-        metrics["grad_norm"] = gradient_norm
-        return metrics, stop, nonfinite
+            progress.add(torch.cat((metrics, gradient_norm.view(1))), taken=skip == 0)
 
     def _adapt_learning_rate(self, kl: Tensor, skip: Tensor) -> None:
         low, high = self.cfg.learning_rate_bounds
@@ -263,5 +307,5 @@ class PPO(BaseAlgorithm):
         """Continue from ``state_dict``."""
         self.optimizer.load_state_dict(state["optimizer"])
         if self.reward_scaler is not None and state["reward_scaler"]:
-            self.reward_scaler.running = state["reward_scaler"]["running"].to(self.policy.device)
+            self.reward_scaler.running = state["reward_scaler"]["running"].to(self.policy.device, copy=True)
             self.reward_scaler.load_state_dict(state["reward_scaler"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from tensordict import TensorDict
 
 from apexrl.collectors.base import BaseCollector
 from apexrl.envs.base import VecEnv
+from apexrl.graphs import Acceleration, Captured
 from apexrl.metrics import EpisodeMetrics, fold_episodes
 from apexrl.policies.base import Policy
 from apexrl.rollout import initial_state, make_actor, rollout
@@ -26,6 +28,7 @@ class SyncCollector(BaseCollector):
         device: where the batch is handed over; the policy's device when not given.
         keep: keys of the batch; None keeps everything that on-policy learning can use.
         seed: of the first reset.
+        acceleration: how the rollout runs.
     """
 
     def __init__(
@@ -36,13 +39,15 @@ class SyncCollector(BaseCollector):
         *,
         keep: Collection[str] | None = None,
         seed: int | None = None,
+        acceleration: Acceleration | None = None,
     ) -> None:
         self.env, self.policy, self.seed = env, policy, seed
         self.device = torch.device(device) if device is not None else policy.device
         self.keep = None if keep is None else {*keep, *policy.initial_state(1)}
         self.wants_value = keep is None or VALUE in keep
         self.episode_metrics = EpisodeMetrics()
-        self.carry: Carry | None = None
+        self.acceleration = acceleration or Acceleration()
+        self._use(None)
         if not env.gives_final_obs:
             warnings.warn(
                 f"{type(env).__name__} hides the last state of an episode; values at time limits use the last "
@@ -51,29 +56,52 @@ class SyncCollector(BaseCollector):
             )
 
     def collect(self, n_steps: int, reset: bool = False) -> TensorDict:
-        """Return a batch ``[n_steps, N]`` with ``value`` and ``next_value``; nothing in it needs gradients."""
+        """Return a batch ``[n_steps, N]`` with ``value`` and ``next_value``; nothing in it needs gradients.
+
+        On CUDA, where the environment allows it, the whole rollout is one graph, and the next call overwrites the
+        batch.
+        """
         if reset or self.carry is None:
             self.start()
+        self.policy.eval()
+        if n_steps not in self._captured:
+            self._captured[n_steps] = Captured(
+                "The rollout",
+                partial(self._collect, n_steps),
+                enabled=self.acceleration.graphs and self.env.capturable and self.env.device.type == "cuda",
+                generators=self.env.generators,
+            )
+        batch: TensorDict = self._captured[n_steps]()
+        return batch.to(self.device)
+
+    @torch.no_grad()
+    def _collect(self, n_steps: int) -> TensorDict:
         assert self.carry is not None
         keep = self.keep
         if keep is not None and self.wants_value:
             keep = keep | {NEXT_OBSERVATION}
-        self.policy.eval()
         actor = make_actor(self.policy, self.env.device)
-        batch, self.carry = rollout(self.env, actor, self.carry, n_steps, keep=keep)
+        batch, after = rollout(self.env, actor, self.carry, n_steps, keep=keep)
+        for name, value in after.items():
+            self.carry[name].copy_(value)
         fold_episodes(batch, self.env.metric_specs, self.episode_metrics)
         batch = batch.to(self.policy.device)
         if self.wants_value:
             add_values(batch, self.policy)
             del batch[NEXT_OBSERVATION]
-        return batch.to(self.device)
+        return batch
 
     def start(self) -> None:
         """Start new episodes everywhere."""
         obs = self.env.reset(seed=self.seed)
         self.seed = None
-        self.episode_metrics.unfinished.clear()
-        self.carry = {OBSERVATION: obs, **initial_state(self.policy, self.env)}
+        self.episode_metrics.restart()
+        self._use({OBSERVATION: obs.clone(), **initial_state(self.policy, self.env)})
+
+    def _use(self, carry: Carry | None) -> None:
+        """Go on from a carry in memory of its own; what was captured with the old one is of no use any more."""
+        self.carry = carry
+        self._captured: dict[int, Captured] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the carry and the episode statistics."""
@@ -83,7 +111,7 @@ class SyncCollector(BaseCollector):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``; the environment is restored by whoever owns it."""
         device, num_envs = self.env.device, self.env.num_envs
-        self.carry = {name: _restored(value, num_envs, device) for name, value in state["carry"].items()} or None
+        self._use({name: _restored(value, num_envs, device) for name, value in state["carry"].items()} or None)
         self.episode_metrics.load_state_dict(state["episode_metrics"], device)
 
 

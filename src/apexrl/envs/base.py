@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -39,6 +39,8 @@ class VecEnv(ABC):
     """Steps after which an episode is truncated; None when it is not known."""
     capturable: bool = False
     """True when ``step`` only runs fixed-shape tensor operations on ``device``, without reading a value back."""
+    generators: Sequence[torch.Generator] = ()
+    """Random generators that a capturable ``step`` draws from."""
     gives_final_obs: bool = True
     """False when the simulator hides the successor of an ended episode; the user is then warned once."""
 

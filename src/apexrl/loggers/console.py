@@ -57,7 +57,7 @@ class ConsoleLogger(Logger):
 
     def message(self, text: str) -> None:
         """Print a line above the bar."""
-        (self.bar.console if self.bar else self.console).print(text, highlight=False, soft_wrap=True)
+        (self.bar.console if self.bar else self.console).print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the bar as it is and free the terminal."""

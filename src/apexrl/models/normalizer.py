@@ -100,13 +100,13 @@ class RewardScaler(nn.Module):
     def forward(self, reward: Tensor, done: Tensor) -> Tensor:
         """Merge the returns of a batch ``[T, N, 1]`` into the statistics, then scale its rewards."""
         if self.running.shape != reward.shape[1:]:
-            self.running = torch.zeros_like(reward[0])
+            self.running = torch.zeros_like(reward[0])  # kept in place from here on, for captured graphs
         # The same recursion as GAE's, run forwards: flip time, and let the last done cut the step after it.
         alive = (~done).to(reward.dtype)
         decay = self.gamma * torch.cat((torch.ones_like(alive[:1]), alive[:-1]))
         start = torch.cat((reward[:1] + decay[:1] * self.running, reward[1:]))
         returns = discounted_sum(start.flip(0), decay.flip(0)).flip(0)
-        self.running = returns[-1] * alive[-1]
+        self.running.copy_(returns[-1] * alive[-1])
         self.statistics.update(returns)
         scale = (self.statistics.var + 1e-8).rsqrt().to(reward.dtype)
         return (reward * scale).clamp(-self.clip, self.clip)

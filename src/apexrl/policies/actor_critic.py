@@ -83,7 +83,7 @@ class ActorCritic(Policy):
         action = distribution.mode if deterministic else distribution.sample()
         return {ACTION: action, SAMPLE_LOG_PROB: distribution.log_prob(action)}
 
-    def evaluate(self, batch: TensorDict) -> Evaluation:
+    def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
         """Evaluate stored actions, normalising the observations once."""
         obs = self._normalized(batch[OBSERVATION])
         distribution = self.actor(obs)

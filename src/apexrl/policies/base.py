@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Policy(nn.Module, ABC):
         output = self(carry[OBSERVATION], deterministic=deterministic)
         return {ACTION: output.action, SAMPLE_LOG_PROB: output.log_prob}
 
-    def evaluate(self, batch: TensorDict) -> Evaluation:
+    def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
         """Evaluate the stored actions of a minibatch under the current weights."""
         log_prob, entropy = self.evaluate_actions(batch[OBSERVATION], batch[ACTION])
         return Evaluation(log_prob, entropy, self.get_value(batch[OBSERVATION]))
@@ -71,10 +72,12 @@ class Policy(nn.Module, ABC):
     def values(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
         """Value every state of a batch ``[T, N]``, and the true successor of every step.
 
-        A step that goes on shares its successor with the next step, so only truncated steps and the last one are
-        evaluated again. The successor of a terminated step has no value; what stands there is not used.
+        A step that goes on shares its successor with the next step, so on the CPU only truncated steps and the last
+        one are evaluated again. The successor of a terminated step has no value; what stands there is not used.
         """
         value = self.get_value(batch[OBSERVATION])
+        if value.is_cuda:  # to count the rows would wait for the device
+            return value, self.get_value(batch[NEXT_OBSERVATION])
         rows = open_ends(batch)
         next_value = shift(value)
         next_value[rows] = self.get_value(batch[NEXT_OBSERVATION][rows])

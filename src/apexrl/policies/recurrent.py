@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -76,7 +76,7 @@ class RecurrentActorCritic(Policy):
         action = distribution.mode if deterministic else distribution.sample()
         return {ACTION: action, SAMPLE_LOG_PROB: distribution.log_prob(action), HIDDEN: hidden}
 
-    def evaluate(self, batch: TensorDict) -> Evaluation:
+    def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
         """Run through the sequences ``[T, n]`` from the memory at their first step."""
         features = self._features(batch[OBSERVATION])
         alive = (~batch[DONE]).to(features.dtype)
@@ -93,6 +93,8 @@ class RecurrentActorCritic(Policy):
         """Value every step from the memory stored with it: one batched step of the GRU, no loop."""
         memory = self._remember(self._features(batch[OBSERVATION]), batch[HIDDEN])
         value: Tensor = self.value_head(memory)
+        if value.is_cuda:  # to count the rows would wait for the device
+            return value, self.value_head(self._remember(self._features(batch[NEXT_OBSERVATION]), memory))
         rows = open_ends(batch)
         next_value = shift(value)
         next_memory = self._remember(self._features(batch[NEXT_OBSERVATION][rows]), memory[rows])

@@ -61,6 +61,7 @@ class TensorTask(VecEnv):
         self.state = torch.zeros(num_envs, self.state_size, device=self.device)
         self.elapsed = torch.zeros(num_envs, 1, dtype=torch.int64, device=self.device)
         self.generator = torch.Generator(self.device)
+        self.generators = (self.generator,)
         # Two tasks differ from each other, yet both follow from torch.manual_seed.
         self.generator.manual_seed(int(torch.randint(2**62, ())))
         self._options = options

@@ -19,8 +19,7 @@ from apexrl.metrics import MetricSpec
 DT: Final = 0.05
 GRAVITY: Final = 9.81
 MAX_SPEED: Final = 0.5
-OPEN_SPEED: Final = 0.2
-CLOSE_SPEED: Final = 0.1
+FINGER_SPEED: Final = 0.2
 LAG: Final = 0.5
 """Share of the way to the commanded velocity that the gripper covers in one step."""
 MAX_GAP: Final = 0.07
@@ -118,6 +117,7 @@ class Lift(TensorTask):
         self._span = torch.tensor(START_HIGH, device=self.device) - self._low
         self._rest = torch.zeros(num_envs, len(COLUMNS) - len(START_LOW), device=self.device)
         self._rest[:, COLUMNS["gap"] - len(START_LOW)] = MAX_GAP
+        self._speed = torch.tensor([0.5, 0.25], device=self.device)
         self._scale = torch.tensor(OBSERVATION_SCALE, device=self.device)
         self._shift = torch.zeros_like(self._scale)
         self._shift[COLUMNS["size"]] = -MEAN_SIZE * self._scale[COLUMNS["size"]]
@@ -133,12 +133,10 @@ class Lift(TensorTask):
         top = block_y + 2 * size
 
         # The gripper alone, with nothing but the table below it.
-        velocity = torch.lerp(state[:, 5:7], MAX_SPEED * action[:, :2], LAG)
+        velocity = torch.lerp(state[:, 5:7], action[:, :2] * self._speed, LAG)
         new_x, new_y = torch.add(state[:, :2], velocity, alpha=DT).chunk(2, 1)
         new_x, new_y = new_x.clamp(-X_LIMIT, X_LIMIT), new_y.clamp(0.0, Y_LIMIT)
-        command = action[:, 2:]
-        opening = torch.maximum(-OPEN_SPEED * command, -CLOSE_SPEED * command)
-        new_gap = torch.add(gap, opening, alpha=DT).clamp(0.0, MAX_GAP)
+        new_gap = torch.add(gap, action[:, 2:], alpha=-DT * FINGER_SPEED).clamp(0.0, MAX_GAP)
         offset = (block_x - new_x).abs()
 
         # Finger tips that come from above stop on the block; a held block stops on the table.
@@ -184,13 +182,17 @@ class Lift(TensorTask):
         return torch.where(block_x < x, left, right)
 
     def _metrics(self, state: Tensor, fail: Tensor) -> dict[str, Tensor]:
-        held = state[:, 10:11]
-        height = state[:, 3:4] * held
-        distance = (state[:, 2:4] - state[:, 0:2]).square().sum(1, keepdim=True).sqrt()
-        near = 1.0 - torch.tanh(REACH_SCALE * distance)
+        x, y, block_x, block_y, size, _, _, _, _, gap, held, _ = state.chunk(len(COLUMNS), 1)
+        height = block_y * held
+        away_x, away_y = (block_x - x).abs(), (block_y - y).abs()
+        near = 1.0 - torch.tanh(REACH_SCALE * torch.hypot(away_x, away_y))
+        room = gap - size
+        around = (away_x < room + TOUCH) & (y < block_y + 2 * size)
+        closed = 1.0 - room / (MAX_GAP - size)
+        grasp = torch.maximum(0.5 * closed * around, held)
         return {
             "reach_reward": REACH_WEIGHT * torch.maximum(near, held),
-            "grasp_reward": GRASP_WEIGHT * held,
+            "grasp_reward": GRASP_WEIGHT * grasp,
             "lift_reward": (height * (LIFT_WEIGHT / self.target_height)).clamp_max(LIFT_WEIGHT),
             "success": (height >= self.target_height).float(),
             "fail": fail.float(),

@@ -1,0 +1,93 @@
+"""Handlers at the trainer's events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.scripted import ScriptedEnv
+
+from apexrl.agent import Trainer, TrainingConfig, checkpoint
+from apexrl.agent.callbacks import EVENTS, Callbacks
+from apexrl.algorithms import PPO, PPOConfig
+from apexrl.errors import ConfigError
+from apexrl.policies import ActorCritic
+
+
+def make_trainer(save_dir: Path | None = None) -> Trainer:
+    env = ScriptedEnv([3, 4], [False, True])
+    policy = ActorCritic.for_env(env, actor_cfg={"hidden_dims": (4,)}, critic_cfg={"hidden_dims": (4,)})
+    algorithm = PPO(policy=policy, cfg=PPOConfig(num_steps=4, num_epochs=1, num_minibatches=1))
+    return Trainer(env, policy, algorithm, TrainingConfig(save_interval=50), save_dir=save_dir)
+
+
+def test_handlers_are_called_in_the_order_in_which_they_were_added() -> None:
+    callbacks, seen = Callbacks(), []
+    callbacks.add("pre_rollout", lambda runner: seen.append(("first", runner)))
+    callbacks.add("pre_rollout", lambda runner: seen.append(("second", runner)))
+    assert callbacks.wanted("pre_rollout")
+    assert not callbacks.wanted("post_rollout")
+    callbacks.fire("pre_rollout", "runner")
+    callbacks.fire("post_rollout", "runner", {})
+    assert seen == [("first", "runner"), ("second", "runner")]
+
+
+def test_an_unknown_event_is_an_error_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_trainer().add_callback("pre_rolout", print)
+    for part in ("'pre_rolout'", "Did you mean 'pre_rollout'?", *EVENTS):
+        assert part in str(caught.value)
+
+
+def test_the_six_events_fire_in_order_with_their_arguments() -> None:
+    trainer = make_trainer()
+    seen: list[tuple[str, int, tuple[Any, ...]]] = []
+    for event in EVENTS:
+        trainer.add_callback(event, lambda *given, event=event: seen.append((event, trainer.iteration, given)))
+    trainer.learn(16)
+    order = ["pre_iteration", "pre_rollout", "post_rollout", "pre_update", "post_update", "post_iteration"]
+    assert [event for event, _, _ in seen] == order * 2
+    assert [iteration for _, iteration, _ in seen] == [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2, 2]
+    for event, _, given in seen:
+        assert given[0] is trainer
+        assert len(given) == (1 if event.startswith("pre_") else 2)
+    stats = {event: given[1] for event, _, given in seen[:6] if event.startswith("post_")}
+    # Environment 0 earned 1 + 2 + 3 and then 1, environment 1 earned 1 + 2 + 3 + 4: 17 in 8 steps.
+    assert stats["post_rollout"]["rollout/mean_reward"] == 17 / 8
+    assert stats["post_rollout"]["rollout/return"] == 8.0  # the mean of 6 and 10
+    assert {"train/policy_loss", "train/learning_rate"} <= stats["post_update"].keys()
+    assert all(name.startswith("train/") for name in stats["post_update"])
+    assert stats["post_iteration"]["iteration"] == 1
+    assert stats["post_iteration"]["total_steps"] == 8
+    assert stats["post_iteration"]["rollout/return"] == 8.0
+    assert stats["post_iteration"]["train/policy_loss"] == stats["post_update"]["train/policy_loss"]
+
+
+class HandlerError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_the_exception_of_a_handler_stops_the_run_and_a_checkpoint_is_saved(event: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    calls = 0
+
+    def handler(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise HandlerError("on purpose")
+
+    trainer.add_callback(event, handler)
+    with pytest.raises(HandlerError, match="on purpose"):
+        trainer.learn(800)
+    assert calls == 3
+    finished = 3 if event in ("post_update", "post_iteration") else 2
+    saved = checkpoint.load(checkpoint.latest(tmp_path))
+    assert (saved["iteration"], saved["total_steps"]) == (finished, 8 * finished)
+
+    again = make_trainer(tmp_path)
+    again.load_checkpoint(checkpoint.latest(tmp_path).name)
+    again.learn(8 * (finished + 1))
+    assert again.iteration == finished + 1

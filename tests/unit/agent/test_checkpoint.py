@@ -1,0 +1,178 @@
+"""Checkpoints: written whole or not at all, read without running anything, refused with a reason."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from apexrl.agent import checkpoint
+from apexrl.errors import CheckpointError
+
+
+def content(**changes: Any) -> dict[str, Any]:
+    return {**dict.fromkeys(checkpoint.KEYS), "iteration": 3, "total_steps": 30, **changes}
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    values = content(policy={"w": torch.arange(3.0)}, config={"task": {"id": "lift", "x": [1, 2.5, None, True, "a"]}})
+    checkpoint.save(tmp_path / "new" / "a.pt", values)
+    loaded = checkpoint.load(tmp_path / "new" / "a.pt")
+    assert loaded.pop("format") == checkpoint.FORMAT
+    torch.testing.assert_close(loaded.pop("policy"), values.pop("policy"), rtol=0, atol=0)
+    assert loaded == values
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.pt"]
+
+
+def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.pt"
+    checkpoint.save(path, content())
+    before = path.read_bytes()
+
+    def half_a_save(_: Any, file: Any) -> None:
+        file.write(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", half_a_save)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(path, content(iteration=4))
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_file_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def noted_fsync(number: int) -> None:
+        calls.append("fsync")
+        fsync(number)
+
+    def noted_replace(path: Path, target: Path) -> Path:
+        calls.append("rename")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "replace", noted_replace)
+    checkpoint.save(tmp_path / "a.pt", content())
+    assert calls == ["fsync", "rename", "fsync"]  # the file, then its directory entry
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"no checkpoint at {tmp_path}/a\.pt"):
+        checkpoint.load(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("stored", [{"iteration": 1}, [1, 2], {"format": "new"}])
+def test_other_files_of_pytorch_are_refused(stored: Any, tmp_path: Path) -> None:
+    torch.save(stored, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="not written by apexrl"):
+        checkpoint.load(tmp_path / "a.pt")
+
+
+def test_a_checkpoint_that_lacks_something_says_what(tmp_path: Path) -> None:
+    values = content()
+    del values["rng"], values["env"]
+    checkpoint.save(tmp_path / "a.pt", values)
+    with pytest.raises(CheckpointError, match="it lacks env, rng"):
+        checkpoint.load(tmp_path / "a.pt")
+
+
+def test_a_newer_format_is_refused_and_an_older_one_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path / "a.pt", content())
+    monkeypatch.setattr(checkpoint, "FORMAT", 3)
+    with pytest.raises(CheckpointError, match=r"format 1; this version reads format 3\. Load it with the version"):
+        checkpoint.load(tmp_path / "a.pt")
+    monkeypatch.setitem(checkpoint.MIGRATIONS, 1, lambda old: {**old, "format": 2, "iteration": old["iteration"] + 1})
+    monkeypatch.setitem(checkpoint.MIGRATIONS, 2, lambda old: {**old, "format": 3, "iteration": old["iteration"] * 10})
+    assert checkpoint.load(tmp_path / "a.pt")["iteration"] == 40
+    monkeypatch.setattr(checkpoint, "FORMAT", 0)
+    monkeypatch.setattr(checkpoint, "MIGRATIONS", {})
+    with pytest.raises(CheckpointError, match=r"format 1; this version reads format 0\. Update apexrl"):
+        checkpoint.load(tmp_path / "a.pt")
+
+
+def test_numbered_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
+    names = [
+        "iteration_000010.pt",
+        "iteration_000009.pt",
+        "iteration_1000000.pt",
+        "best.pt",
+        ".iteration_000011.pt.part",
+    ]
+    for name in names:
+        (tmp_path / name).touch()
+    assert [path.name for path in checkpoint.numbered(tmp_path)] == [names[1], names[0], names[2]]
+    assert [path.name for path in checkpoint.numbered(tmp_path, 10)] == [names[1], names[0]]
+    assert checkpoint.latest(tmp_path).name == names[2]
+    assert checkpoint.checkpoint_name(1_000_000) == names[2]
+
+
+def test_a_directory_without_checkpoints_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"no checkpoint in {tmp_path}/none"):
+        checkpoint.latest(tmp_path / "none")
+
+
+def test_weights_that_do_not_fit_are_named_and_change_nothing() -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    state: dict[str, Any] = {name: torch.ones_like(value) for name, value in before.items()}
+    state["0.weight"] = torch.ones(4, 2)
+    state["2.bias"] = state.pop("1.bias")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load_module(module, state, Path("a.pt"))
+    for part in (
+        "a.pt",
+        "'1.bias' is missing",
+        "'2.bias' is unknown",
+        "'0.weight' is [4, 2] in the checkpoint and [3, 2]",
+    ):
+        assert part in str(caught.value)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_weights_that_are_no_tensors_are_named() -> None:
+    with pytest.raises(CheckpointError, match="'weight' is"):
+        checkpoint.load_module(nn.Linear(2, 3), {"weight": "evil", "bias": torch.zeros(3)}, Path("a.pt"))
+
+
+def test_weights_that_fit_are_loaded() -> None:
+    module = nn.Linear(2, 3)
+    checkpoint.load_module(module, {"weight": torch.ones(3, 2), "bias": torch.full((3,), 2.0)}, Path("a.pt"))
+    assert module(torch.ones(2)).tolist() == [4.0, 4.0, 4.0]
+
+
+def _draw() -> tuple[float, float, float, float]:
+    return float(torch.randn(())), random.gauss(0, 1), float(np.random.randn()), random.random()
+
+
+def test_random_generators_continue_where_they_were(tmp_path: Path) -> None:
+    _draw()  # leaves a cached normal number in the generators of Python and NumPy
+    checkpoint.save(tmp_path / "a.pt", content(rng=checkpoint.rng_state()))
+    expected = [_draw(), _draw()]
+    checkpoint.set_rng_state(checkpoint.load(tmp_path / "a.pt")["rng"])
+    assert [_draw(), _draw()] == expected
+
+
+def test_random_generators_are_put_back_after_a_block_also_after_an_exception() -> None:
+    state = checkpoint.rng_state()
+    expected = _draw()
+    checkpoint.set_rng_state(state)
+
+    def interrupted() -> None:
+        with checkpoint.kept_rng_state():
+            _draw()
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        interrupted()
+    assert _draw() == expected
