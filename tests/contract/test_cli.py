@@ -180,6 +180,22 @@ def test_step_tables_are_written_on_request(tmp_path: Path) -> None:
     assert tables == [Path(f"eval/eval{number}/env{env}/rewards.csv") for number in (0, 1) for env in (0, 1)]
 
 
+def test_weights_and_biases_offline_stays_one_run_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_DIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    arguments = ["train", "lift_ppo", *TINY, *NO_EXTRAS, "--training.eval_interval", "0", "--logging.wandb", "offline"]
+    assert main([*arguments, "--run-dir", str(tmp_path / "run")]) == 0
+    assert main(["train", "--resume", str(tmp_path / "run"), "--training.total_timesteps", "160"]) == 0
+    files = list((tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(files) >= 1
+    assert len({file.name for file in files}) == 1
+    assert any(b"train/policy_loss" in file.read_bytes() for file in files)
+
+
 # The other commands
 
 

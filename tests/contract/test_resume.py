@@ -205,7 +205,8 @@ def test_lift_survives_kills_at_every_kind_of_moment(lift: Path, tmp_path: Path)
             IN_ITERATION,  # between two checkpoints
             BEFORE_SAVE,  # the log line of iteration 6 is there, its checkpoint is not
             IN_SAVE,  # the temporary file is there, not yet renamed
-            Kill("apexrl.agent.checkpoint:save", 2),  # training is over, the last evaluation is not
+            AFTER_SAVE,  # iteration 6: what comes next was evaluated in another process
+            AFTER_SAVE,  # iteration 9: training is over, the last evaluation is not
             Kill("apexrl.evaluation:rollout", 1, "before"),
         ],
     )

@@ -10,10 +10,21 @@ import torch
 from apexrl.envs.base import VecEnv
 from apexrl.envs.check import check_env
 from apexrl.envs.gymnasium import GymVecEnv, find_gym_id, gym_make_fns
+from apexrl.envs.mujoco import MujocoVecEnv
+from apexrl.envs.mujoco_tasks import TASKS as MUJOCO_TASKS
 from apexrl.envs.rsl import RslVecEnv, is_rsl_env
 from apexrl.errors import EnvError, did_you_mean
 
-__all__ = ["GymVecEnv", "RslVecEnv", "VecEnv", "as_vec_env", "check_env", "gym_make_fns", "make_env"]
+__all__ = [
+    "GymVecEnv",
+    "MujocoVecEnv",
+    "RslVecEnv",
+    "VecEnv",
+    "as_vec_env",
+    "check_env",
+    "gym_make_fns",
+    "make_env",
+]
 
 
 def as_vec_env(env: Any) -> VecEnv:
@@ -43,7 +54,8 @@ def make_env(
     """Make a task of the package or of Gymnasium's registry by its name.
 
     Args:
-        id: for example ``"lift"``, ``"HalfCheetah-v5"`` or ``"FetchReach-v4"``.
+        id: for example ``"lift"``, ``"HalfCheetah-v5"`` or ``"FetchReach-v4"``; ``"mujoco/HalfCheetah-v5"`` is the
+            same task on ``MujocoVecEnv``.
         num_envs: N, environments stepped together.
         device: where the tensors are wanted.
         num_workers: processes that share Gymnasium environments; 0 steps them in this process.
@@ -54,12 +66,15 @@ def make_env(
     """
     from apexrl.envs.tasks import TASKS  # only those who ask for a task load them all
 
+    fast = {f"mujoco/{name}": name for name in MUJOCO_TASKS}
+    if num_workers and (id in TASKS or id in fast):
+        raise EnvError(f"{id} runs all its environments at once and takes no workers; set num_workers to 0.")
     if id in TASKS:
-        if num_workers:
-            raise EnvError(f"{id} runs all its environments at once and takes no workers; set num_workers to 0.")
         task: VecEnv = TASKS[id](num_envs, device=device, **kwargs)
         return task
+    if id in fast:
+        return MujocoVecEnv(fast[id], num_envs, device=device, **kwargs)
     if find_gym_id(id) is None:
-        hint = did_you_mean(id, [*TASKS, *gym.registry])
+        hint = did_you_mean(id, [*TASKS, *fast, *gym.registry])
         raise EnvError(f"There is no environment {id!r}.{hint} Tasks of the package: {', '.join(sorted(TASKS))}.")
     return GymVecEnv(gym_make_fns(id, num_envs, **kwargs), num_workers=num_workers, device=device)

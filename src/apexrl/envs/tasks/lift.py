@@ -37,7 +37,7 @@ TOUCH: Final = 1e-5
 """Slack of the contact tests, far above float32 rounding."""
 
 REACH_WEIGHT: Final = 0.2
-REACH_SCALE: Final = 5.0
+REACH_SCALE: Final = 2.5
 GRASP_WEIGHT: Final = 0.3
 LIFT_WEIGHT: Final = 0.5
 
