@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import itertools
 
 
-def shuffled(count: int, num_parts: int, device: torch.device | None) -> tuple[Tensor, ...]:
-    """Deal the numbers 0 … count − 1 at random into parts as equal as possible; each number comes once."""
-    return torch.randperm(count, device=device).tensor_split(num_parts)
+def bounds(count: int, num_parts: int) -> list[tuple[int, int]]:
+    """Cut 0 … count − 1 into parts as equal as possible; returns start and end of each."""
+    size, more = divmod(count, num_parts)
+    cuts = [part * size + min(part, more) for part in range(num_parts + 1)]
+    return list(itertools.pairwise(cuts))

@@ -5,6 +5,8 @@ The mathematics is the same in every mode, because it is the same function.
 
 from __future__ import annotations
 
+import itertools
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -114,5 +116,37 @@ class Captured:
 
 
 def compiled(function: Callable[..., Any], *, enabled: bool) -> Callable[..., Any]:
-    """Compile a function, or return it as it is."""
-    return torch.compile(function, dynamic=False) if enabled else function
+    """Compile a function, or return it as it is.
+
+    Compiled code draws the same random numbers as eager code, and its shapes are fixed.
+    """
+    if not enabled:
+        return function
+    import torch._inductor.config
+
+    torch._inductor.config.fallback_random = True
+    return torch.compile(function, dynamic=False)
+
+
+class Stopwatch:
+    """Times phases on a device without waiting for it: marks are events, read when the work is done anyway."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self.marks: list[tuple[str, Any]] = []
+
+    def mark(self, phase: str) -> None:
+        """Begin a phase, and with it end the one before."""
+        if self.on_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((phase, event))
+        else:
+            self.marks.append((phase, time.perf_counter()))
+
+    def seconds(self) -> dict[str, float]:
+        """Return how long each phase but the last took; call it when the device has finished."""
+        pairs = itertools.pairwise(self.marks)
+        if self.on_cuda:
+            return {phase: begin.elapsed_time(end) / 1e3 for (phase, begin), (_, end) in pairs}
+        return {phase: end - begin for (phase, begin), (_, end) in pairs}

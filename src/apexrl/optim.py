@@ -26,12 +26,10 @@ class FlatAdam:
         self.max_grad_norm = max_grad_norm
         self.flat = torch.cat([p.detach().flatten() for p in self.parameters])
         self.gradient = torch.zeros_like(self.flat)
-        self._offsets = [0]
-        for parameter in self.parameters:
-            self._offsets.append(self._offsets[-1] + parameter.numel())
-        for parameter, view in zip(self.parameters, self._views(self.flat), strict=True):
-            parameter.data = view
-        self._attach_gradients()
+        for parameter, view, gradient in zip(
+            self.parameters, self._views(self.flat), self._views(self.gradient), strict=True
+        ):
+            parameter.data, parameter.grad = view, gradient
         device = self.flat.device
         self.learning_rate = torch.tensor(learning_rate, device=device)
         self.state = {
@@ -40,12 +38,17 @@ class FlatAdam:
             "steps": torch.zeros((), device=device),
         }
         self.eps = eps
+        # On a GPU the kernel gives each tensor few blocks, so one large tensor would leave most of the chip idle.
+        num_chunks = 128 if self.flat.is_cuda else 1
+        tensors = {"flat": self.flat, "gradient": self.gradient, **self.state}
+        self._chunks = {
+            name: list(tensor.tensor_split(num_chunks)) for name, tensor in tensors.items() if name != "steps"
+        }
 
-    def zero_grad(self) -> None:
-        """Set every gradient to zero."""
-        self.gradient.zero_()
-        if self.parameters[0].grad is None:  # someone called module.zero_grad()
-            self._attach_gradients()
+    def backward(self, loss: Tensor) -> None:
+        """Put the gradient of a loss into ``gradient``; every parameter's ``grad`` is a view of it."""
+        gradients = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
+        torch.cat([gradient.flatten() for gradient in gradients], out=self.gradient)
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of all gradients together."""
@@ -59,12 +62,12 @@ class FlatAdam:
         self.state["steps"].add_(1.0 - skip)
         # The kernel behind torch.optim.Adam(fused=True); it leaves everything alone where found_inf is 1.
         torch._fused_adam_(
-            [self.flat],
-            [self.gradient],
-            [self.state["mean"]],
-            [self.state["square"]],
+            self._chunks["flat"],
+            self._chunks["gradient"],
+            self._chunks["mean"],
+            self._chunks["square"],
             [],
-            [self.state["steps"]],
+            [self.state["steps"]] * len(self._chunks["flat"]),
             lr=self.learning_rate,
             beta1=0.9,
             beta2=0.999,
@@ -87,11 +90,5 @@ class FlatAdam:
             value.copy_(state["state"][name])
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        return [
-            flat[start : start + p.numel()].view_as(p)
-            for p, start in zip(self.parameters, self._offsets[:-1], strict=True)
-        ]
-
-    def _attach_gradients(self) -> None:
-        for parameter, view in zip(self.parameters, self._views(self.gradient), strict=True):
-            parameter.grad = view
+        parts = flat.split([p.numel() for p in self.parameters])
+        return [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]

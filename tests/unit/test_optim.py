@@ -10,8 +10,7 @@ def network(seed: int = 0) -> nn.Sequential:
 
 
 def flat_step(module: nn.Module, optimizer: FlatAdam, x: torch.Tensor, skip: float = 0.0) -> None:
-    optimizer.zero_grad()
-    module(x).square().sum().backward()
+    optimizer.backward(module(x).square().sum())
     optimizer.step(optimizer.gradient_norm(), skip=torch.tensor(skip))
 
 
@@ -48,13 +47,16 @@ def test_parameters_are_views_and_loading_a_state_dict_keeps_them_so() -> None:
     assert torch.equal(optimizer.flat, torch.cat([p.flatten() for p in other.parameters()]))
 
 
-def test_gradients_come_back_after_zero_grad_on_the_module() -> None:
+def test_gradients_are_views_of_one_tensor_and_unused_parameters_get_zero() -> None:
     module = network()
     optimizer = FlatAdam(module.parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
-    module.zero_grad(set_to_none=True)
-    before = optimizer.flat.detach().clone()
-    flat_step(module, optimizer, torch.ones(2, 3))
-    assert not torch.equal(optimizer.flat, before)
+    optimizer.gradient.fill_(7.0)
+    optimizer.backward(module[0](torch.ones(2, 3)).sum())
+    first, last = next(iter(module.parameters())), list(module.parameters())[-1]
+    assert first.grad is not None
+    assert last.grad is not None
+    torch.testing.assert_close(first.grad, torch.full((4, 3), 2.0))
+    assert torch.equal(last.grad, torch.zeros(2))
 
 
 def test_state_goes_on_exactly() -> None:

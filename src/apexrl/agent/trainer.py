@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from apexrl.collectors.sync import SyncCollector
 from apexrl.envs.base import VecEnv
 from apexrl.errors import CheckpointError, ConfigError, DivergenceError, EnvStateError
 from apexrl.evaluation import EvaluationResult, evaluate, save_step_csvs
+from apexrl.graphs import Stopwatch
 from apexrl.loggers import ConsoleLogger, Logger, append_json_line
 from apexrl.metrics import to_host, training_log_names
 from apexrl.policies.base import Policy
@@ -160,28 +159,28 @@ class Trainer:
         fire = self.callbacks.fire
         fire("pre_iteration", self)
         fire("pre_rollout", self)
-        started = time.perf_counter()
+        watch = Stopwatch(self.policy.device)
+        watch.mark("rollout")
         self._between_steps = False
         batch = self.collector.collect(self.algorithm.num_steps)
         self._between_steps = True
-        self._synchronize()
-        collected = time.perf_counter()
+        watch.mark("callbacks")
         if self.callbacks.wanted("post_rollout"):
             fire("post_rollout", self, _known(to_host(self._rollout_metrics(batch))))
         fire("pre_update", self)
-        update_started = time.perf_counter()
+        watch.mark("update")
         self._between_steps = False
         update_metrics = self.algorithm.update(batch)
         metrics = {**self._rollout_metrics(batch), **{f"train/{k}": v for k, v in update_metrics.items()}}
+        watch.mark("end")
         host = to_host(metrics)
-        finished = time.perf_counter()
         self.algorithm.raise_if_diverged({"nonfinite": host.pop("train/nonfinite", 0.0)}, batch)
         self.iteration += 1
         self.total_steps += batch.shape[0] * batch.shape[1]
         self._between_steps = True
         self.algorithm.adjust_learning_rate(min(1.0, self.total_steps / target))
         stats = {"iteration": self.iteration, "total_steps": self.total_steps, **_known(host)}
-        stats.update(_time_metrics(batch, collected - started, finished - update_started))
+        stats.update(_time_metrics(batch, watch.seconds()))
         fire("post_update", self, {k: v for k, v in stats.items() if k.startswith("train/")})
         self._record(stats, target)
         fire("post_iteration", self, stats)
@@ -346,20 +345,16 @@ class Trainer:
             if env is not None:
                 env.close()
 
-    def _synchronize(self) -> None:
-        if self.policy.device.type == "cuda":
-            torch.cuda.synchronize(self.policy.device)
-
 
 def _known(values: Mapping[str, float]) -> dict[str, float]:
     """Leave out what is not known in this iteration, such as the return when no episode ended."""
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
-def _time_metrics(batch: TensorDict, rollout_seconds: float, update_seconds: float) -> dict[str, float]:
-    seconds = rollout_seconds + update_seconds
+def _time_metrics(batch: TensorDict, seconds: Mapping[str, float]) -> dict[str, float]:
+    total = seconds["rollout"] + seconds["update"]
     return {
-        "time/fps": batch.shape[0] * batch.shape[1] / seconds,
-        "time/rollout_share": rollout_seconds / seconds,
-        "time/update_share": update_seconds / seconds,
+        "time/fps": batch.shape[0] * batch.shape[1] / total,
+        "time/rollout_share": seconds["rollout"] / total,
+        "time/update_share": seconds["update"] / total,
     }

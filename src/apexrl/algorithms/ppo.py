@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl.algorithms.base import BaseAlgorithm
-from apexrl.buffers import shuffled
+from apexrl.buffers import bounds
 from apexrl.errors import ConfigError
 from apexrl.functional import approx_kl, clipped_surrogate, explained_variance, gae, normalize, value_loss
 from apexrl.graphs import Acceleration, Captured, compiled
@@ -169,7 +169,7 @@ class PPO(BaseAlgorithm):
         self.acceleration = acceleration or Acceleration()
         self._loss = compiled(self._eager_loss, enabled=self.acceleration.compile)
         use_graphs = self.acceleration.graphs and policy.device.type == "cuda"
-        self._captured_step = Captured("The update", self._step, enabled=use_graphs)
+        self._captured_epoch = Captured("The update", self._epoch, enabled=use_graphs)
         self._captured_advantage = Captured("The advantage", self._compute_advantage, enabled=use_graphs)
         self._progress = _Progress(policy.device)
         self._batch = TensorDict({}, batch_size=[0, 0])
@@ -185,8 +185,7 @@ class PPO(BaseAlgorithm):
         self.policy.train()
         count = rollout.shape[1] if self.policy.sequential else rollout.numel()
         for _ in range(self.cfg.num_epochs):
-            for rows in shuffled(count, self.cfg.num_minibatches, rollout.device):
-                self._captured_step(rows)
+            self._captured_epoch(torch.randperm(count, device=rollout.device))
         self.policy.eval()
         # Last, so that the rollout and every minibatch of this update saw the same normaliser.
         self.policy.update_normalizer(rollout[OBSERVATION], apply=progress.nonfinite == 0)
@@ -201,10 +200,10 @@ class PPO(BaseAlgorithm):
     def _load(self, rollout: TensorDict) -> None:
         """Put a rollout where the captured functions read it: into the same memory every time."""
         batch = rollout.select(*self.required_keys, *self.policy.initial_state(1))
-        if self._captured_step.enabled and self._batch.shape == batch.shape:
+        if self._captured_epoch.enabled and self._batch.shape == batch.shape:
             self._batch.update_(batch)
             return
-        self._batch = batch.clone() if self._captured_step.enabled else batch
+        self._batch = batch.clone() if self._captured_epoch.enabled else batch
         self._batch[ADVANTAGE], self._batch[RETURN] = torch.empty_like(batch[VALUE]), torch.empty_like(batch[VALUE])
         read_by_loss = (
             OBSERVATION,
@@ -218,7 +217,7 @@ class PPO(BaseAlgorithm):
         )
         data = self._batch.select(*read_by_loss)
         self._data = dict((data if self.policy.sequential else data.reshape(-1)).items())
-        self._captured_step.forget()
+        self._captured_epoch.forget()
         self._captured_advantage.forget()
 
     @torch.no_grad()
@@ -265,13 +264,18 @@ class PPO(BaseAlgorithm):
             evaluation = self.policy.evaluate(batch)
         return tuple(x.float() for x in evaluation)
 
-    def _step(self, rows: Tensor) -> None:
+    def _epoch(self, order: Tensor) -> None:
+        """Go once over the batch in a given order: shuffle all of it at once, then cut it into minibatches."""
+        dim = 1 if self.policy.sequential else 0
+        shuffled = {name: value.index_select(dim, order) for name, value in self._data.items()}
+        for start, end in bounds(len(order), self.cfg.num_minibatches):
+            place = (slice(None),) * dim + (slice(start, end),)
+            self._step({name: value[place] for name, value in shuffled.items()})
+
+    def _step(self, minibatch: Mapping[str, Any]) -> None:
         """Take one optimizer step, unless the update was stopped before or this step is not finite."""
-        place = (slice(None), rows) if self.policy.sequential else rows
-        minibatch = {name: value[place] for name, value in self._data.items()}
-        self.optimizer.zero_grad()
         loss, metrics = self._loss(minibatch)
-        loss.backward()
+        self.optimizer.backward(loss)
         progress = self._progress
         with torch.no_grad():
             gradient_norm, kl = self.optimizer.gradient_norm(), metrics[METRICS.index("approx_kl")]

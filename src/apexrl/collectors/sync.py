@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from apexrl.collectors.base import BaseCollector
 from apexrl.envs.base import VecEnv
-from apexrl.graphs import Acceleration, Captured
+from apexrl.graphs import Acceleration, Captured, compiled
 from apexrl.metrics import EpisodeMetrics, fold_episodes
 from apexrl.policies.base import Policy
 from apexrl.rollout import initial_state, make_actor, rollout
@@ -47,6 +47,7 @@ class SyncCollector(BaseCollector):
         self.wants_value = keep is None or VALUE in keep
         self.episode_metrics = EpisodeMetrics()
         self.acceleration = acceleration or Acceleration()
+        self._actor = compiled(make_actor(policy, env.device), enabled=self.acceleration.compile)
         self._use(None)
         if not env.gives_final_obs:
             warnings.warn(
@@ -80,8 +81,7 @@ class SyncCollector(BaseCollector):
         keep = self.keep
         if keep is not None and self.wants_value:
             keep = keep | {NEXT_OBSERVATION}
-        actor = make_actor(self.policy, self.env.device)
-        batch, after = rollout(self.env, actor, self.carry, n_steps, keep=keep)
+        batch, after = rollout(self.env, self._actor, self.carry, n_steps, keep=keep)
         for name, value in after.items():
             self.carry[name].copy_(value)
         fold_episodes(batch, self.env.metric_specs, self.episode_metrics)

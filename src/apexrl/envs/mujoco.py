@@ -127,7 +127,6 @@ class MujocoVecEnv(VecEnv):
         self._must_copy = self.device.type != "cpu"
         controls = [data.ctrl for data in self._data]
         self._work = list(zip(self.models, self._data, controls, buffers.action, strict=True))
-        self._dt = np.array([model.opt.timestep for model in self.models]) * task.frame_skip
 
     def _seed_generators(self, seed: int) -> None:
         self._generators = [seeding.np_random(seed + i)[0] for i in range(self.num_envs)]
@@ -161,7 +160,7 @@ class MujocoVecEnv(VecEnv):
         (after, sources), (before, _) = self._fields
         for views, out in sources:
             np.concatenate(views, out=out)
-        outcome = task.outcome(before, after, buffers.action, self._dt)
+        outcome = task.outcome(before, after, buffers.action, self._dt())
         self._elapsed += 1
         buffers.reward[:, 0] = outcome.reward
         buffers.terminated[:, 0] = outcome.terminated
@@ -186,6 +185,12 @@ class MujocoVecEnv(VecEnv):
             mj_step(model, data, num_substeps)
             if mj_forces is not None:
                 mj_forces(model, data)
+
+    def _dt(self) -> NDArray[np.float64]:
+        """Seconds for each environment's step; models may be changed at any time."""
+        if not self._has_own_models:
+            return np.full(self.num_envs, self.models[0].opt.timestep * self.task.frame_skip)
+        return np.array([model.opt.timestep for model in self.models]) * self.task.frame_skip
 
     def _begin(self, indices: Sequence[int] | NDArray[np.intp]) -> None:
         """Start new episodes in some environments and write their observations."""

@@ -37,7 +37,7 @@ TOUCH: Final = 1e-5
 """Slack of the contact tests, far above float32 rounding."""
 
 REACH_WEIGHT: Final = 0.2
-REACH_SCALE: Final = 2.5
+REACH_SCALE: Final = 5.0
 GRASP_WEIGHT: Final = 0.3
 LIFT_WEIGHT: Final = 0.5
 
@@ -189,7 +189,7 @@ class Lift(TensorTask):
         room = gap - size
         around = (away_x < room + TOUCH) & (y < block_y + 2 * size)
         closed = 1.0 - room / (MAX_GAP - size)
-        grasp = torch.maximum(0.5 * closed * around, held)
+        grasp = torch.maximum(0.8 * closed * around, held)
         return {
             "reach_reward": REACH_WEIGHT * torch.maximum(near, held),
             "grasp_reward": GRASP_WEIGHT * grasp,
