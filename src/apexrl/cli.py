@@ -309,6 +309,8 @@ def _play(options: argparse.Namespace, _: Overrides) -> int:
     trained = load_trained(options.source)
     directory = options.source if options.source.is_dir() else options.source.parent
     path = options.output or directory / "video.mp4"
+    if path.suffix != ".mp4":
+        raise ConfigError(f"--output {path} must end in .mp4.")
     _video(trained.make_env(1), trained.policy, path, options.seed, options.episodes)
     return 0
 

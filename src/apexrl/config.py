@@ -130,6 +130,12 @@ class FeaturesConfig:
     """Write a video of the trained policy at the end."""
     save_plot: bool = True
     """Draw the learning curve at the end."""
+    graphs: bool = True
+    """Capture rollout and update as CUDA graphs; without CUDA it does nothing."""
+    compile: bool = False
+    """Compile policy and loss: faster on long runs, after a first update that takes some ten seconds longer."""
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """Of matrix products: tf32 is for CUDA; bf16 also runs the networks of the update in bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,9 +26,9 @@ class Acceleration:
     graphs: bool = True
     """Capture rollout and update as CUDA graphs; without CUDA it does nothing."""
     compile: bool = False
-    """Compile the loss with ``torch.compile``; the first update then takes some ten seconds longer."""
+    """Compile policy and loss with ``torch.compile``; the first update then takes some ten seconds longer."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
-    """Of matrix products: fp32; tf32 on CUDA; bf16 also runs the networks of the update in bfloat16."""
+    """Of matrix products: tf32 is for CUDA; bf16 also runs the networks of the update in bfloat16."""
 
     def apply(self) -> None:
         """Set the precision of float32 matrix products for this process."""

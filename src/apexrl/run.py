@@ -19,10 +19,12 @@ import yaml
 
 from apexrl.agent import Trainer, checkpoint
 from apexrl.agent.on_policy_runner import find_device
-from apexrl.algorithms import ALGORITHMS
+from apexrl.algorithms import ALGORITHMS, BaseAlgorithm
+from apexrl.collectors import SyncCollector
 from apexrl.config import Config, PolicyConfig, make_config, parse_yaml, with_overrides
 from apexrl.envs import VecEnv, make_env
 from apexrl.errors import ApexRLError, ConfigError, RunDirError
+from apexrl.graphs import Acceleration
 from apexrl.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger, cut_json_lines
 from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic
 
@@ -106,7 +108,12 @@ def make_trainer(
     env = make_task(config, device)
     policy = make_policy(config.policy, env, device)
     make: Any = ALGORITHMS[config.algo.name][0]
-    algorithm = make(policy=policy, cfg=config.algo)
+    features = config.features
+    acceleration = Acceleration(graphs=features.graphs, compile=features.compile, precision=features.precision)
+    acceleration.apply()
+    algorithm: BaseAlgorithm = make(policy=policy, cfg=config.algo, acceleration=acceleration)
+    keep, seed = algorithm.required_keys, config.training.seed
+    collector = SyncCollector(env, policy, keep=keep, seed=seed, acceleration=acceleration)
     files: list[Logger] = [JsonlLogger(run_dir / "metrics.jsonl")]
     if config.logging.tensorboard:
         files.append(TensorBoardLogger(run_dir, purge_step))
@@ -126,6 +133,7 @@ def make_trainer(
         policy,
         algorithm,
         config.training,
+        collector=collector,
         loggers=[*files, *loggers],
         run_dir=run_dir,
         save_dir=run_dir / "checkpoints",

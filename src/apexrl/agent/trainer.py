@@ -290,7 +290,7 @@ class Trainer:
             self.env.load_state_dict(content["env"])
         except EnvStateError as error:
             self.tell(f"New episodes start, so this run will differ from an uninterrupted one: {error}")
-            self.collector.seed = self.cfg.seed + self.total_steps  # not the first episodes over again
+            self.collector.restart(self.cfg.seed + self.total_steps)  # not the first episodes over again
         else:
             self.collector.load_state_dict(content["collector"])
 

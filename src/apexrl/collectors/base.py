@@ -23,6 +23,10 @@ class BaseCollector(ABC):
     def collect(self, n_steps: int, reset: bool = False) -> TensorDict:
         """Take ``n_steps`` in every environment; ``reset`` starts new episodes first and cuts the running ones."""
 
+    def restart(self, seed: int) -> None:
+        """Forget the running episodes; the next call of ``collect`` starts new ones from a seed."""
+        self.seed = seed
+
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on, without the environment, as tensors."""
         return {}

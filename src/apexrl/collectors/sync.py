@@ -98,6 +98,11 @@ class SyncCollector(BaseCollector):
         self.episode_metrics.restart()
         self._use({OBSERVATION: obs.clone(), **initial_state(self.policy, self.env)})
 
+    def restart(self, seed: int) -> None:
+        """Forget the running episodes; the next call of ``collect`` starts new ones from a seed."""
+        super().restart(seed)
+        self._use(None)
+
     def _use(self, carry: Carry | None) -> None:
         """Go on from a carry in memory of its own; what was captured with the old one is of no use any more."""
         self.carry = carry

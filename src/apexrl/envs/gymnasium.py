@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import io
 import mmap
 import os
 import signal
@@ -401,7 +403,8 @@ def find_gym_id(env_id: str) -> str | None:
     module, _, name = env_id.rpartition(":")
     for package in [module] if module else ["gymnasium_robotics"]:
         try:
-            importlib.import_module(package)
+            with contextlib.redirect_stderr(io.StringIO()):  # one of its dependencies advertises itself there
+                importlib.import_module(package)
         except (ImportError, TypeError, ValueError):  # there is none, or it is no module's name
             return None
         if name in gym.registry:

@@ -41,10 +41,10 @@ class MujocoVecEnv(VecEnv):
     From the same seed and actions it gives the numbers that ``GymVecEnv`` gives, over any number of episodes:
     environment ``i`` draws from ``seed + i`` as Gymnasium's does.
 
-    Each environment has its own ``MjData``, and threads that hold no interpreter lock while they simulate share the
-    environments out. ``mujoco.rollout`` is no faster on the few cores of most machines, and it returns neither the
-    start of the constraint solver nor the forces that Ant and Humanoid observe, so that trajectories would part
-    from Gymnasium's at the first contact.
+    Each environment has its own ``MjData``, and the threads that share them hold no interpreter lock while they
+    simulate. ``mujoco.rollout`` is as fast on two cores, but it returns neither where the constraint solver starts
+    next, without which HalfCheetah has left Gymnasium's trajectory after a hundred steps, nor the forces and
+    inertias that Ant and Humanoid observe.
 
     Args:
         task: the name of one of Gymnasium's tasks (``"HalfCheetah-v5"``, ``"Hopper-v5"``, ``"Walker2d-v5"``,

@@ -71,7 +71,7 @@ def select_groups(
     for name in groups:
         if name not in available:
             raise ConfigError(
-                f"Observation group '{name}' does not exist; the environment has {available}."
+                f"Observation group '{name}' (of actor_groups or critic_groups) does not exist; there are {available}."
                 + did_you_mean(name, available)
             )
     return {path: box for path, box in spaces.items() if path.split(".")[0] in groups}

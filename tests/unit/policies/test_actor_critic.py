@@ -82,7 +82,7 @@ def test_groups_can_be_named_for_each_network() -> None:
 
 
 def test_an_unknown_group_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"'polcy' does not exist.*Did you mean 'policy'"):
+    with pytest.raises(ConfigError, match=r"'polcy' .* does not exist.*Did you mean 'policy'"):
         ActorCritic(GROUPS, ACTIONS["box"], actor_cfg={"groups": ["polcy"]})
 
 

@@ -22,7 +22,7 @@ MAX_SPEED: Final = 0.5
 FINGER_SPEED: Final = 0.2
 LAG: Final = 0.5
 """Share of the way to the commanded velocity that the gripper covers in one step."""
-MAX_GAP: Final = 0.07
+MAX_GAP: Final = 0.065
 """Distance from the gripper's axis to a finger's inner face when fully open."""
 FINGER_WIDTH: Final = 0.02
 FINGER_LENGTH: Final = 0.1
@@ -31,15 +31,15 @@ Y_LIMIT: Final = 0.4
 MAX_TARGET: Final = 0.3
 """What fingers that only just hold the largest block still reach."""
 TABLE_EDGE: Final = 0.5
-DROP_HEIGHT: Final = 0.05
+DROP_HEIGHT: Final = 0.1
 """A block that is let go higher than this and reaches the table was dropped."""
 TOUCH: Final = 1e-5
 """Slack of the contact tests, far above float32 rounding."""
 
-REACH_WEIGHT: Final = 0.2
+REACH_WEIGHT: Final = 0.1
 REACH_SCALE: Final = 5.0
-GRASP_WEIGHT: Final = 0.3
-LIFT_WEIGHT: Final = 0.5
+GRASP_WEIGHT: Final = 0.2
+LIFT_WEIGHT: Final = 0.7
 
 COLUMNS: Final = {
     "x": 0,  # gripper axis
@@ -189,7 +189,7 @@ class Lift(TensorTask):
         room = gap - size
         around = (away_x < room + TOUCH) & (y < block_y + 2 * size)
         closed = 1.0 - room / (MAX_GAP - size)
-        grasp = torch.maximum(0.8 * closed * around, held)
+        grasp = torch.maximum(0.5 * closed * around, held)
         return {
             "reach_reward": REACH_WEIGHT * torch.maximum(near, held),
             "grasp_reward": GRASP_WEIGHT * grasp,

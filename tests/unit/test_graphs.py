@@ -1,0 +1,88 @@
+"""Every path computes the same; nothing in the hot loops waits for the device."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from apexrl import PPO, ActorCritic, PPOConfig, RecurrentActorCritic, SyncCollector, make_env
+from apexrl.graphs import Acceleration, Captured, Stopwatch
+
+
+def weights_after(acceleration: Acceleration, task: str, iterations: int, recurrent: bool = False) -> Tensor:
+    torch.manual_seed(0)
+    env = make_env(task, 8)
+    policy = (RecurrentActorCritic if recurrent else ActorCritic).for_env(env, normalize_obs=True)
+    algorithm = PPO(policy=policy, cfg=PPOConfig(num_steps=16, num_epochs=2), acceleration=acceleration)
+    collector = SyncCollector(env, policy, keep=PPO.required_keys, seed=0, acceleration=acceleration)
+    for _ in range(iterations):
+        algorithm.update(collector.collect(16))
+    return torch.cat([p.detach().flatten() for p in policy.parameters()])
+
+
+def test_compiled_and_eager_agree_over_five_iterations() -> None:
+    eager = weights_after(Acceleration(), "lift", 5)
+    compiled = weights_after(Acceleration(compile=True), "lift", 5)
+    torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-4)
+    start = weights_after(Acceleration(), "lift", 0)
+    assert (eager - start).abs().max() > 1e-3, "the weights moved by more than the tolerance"
+
+
+def test_bf16_stays_near_full_precision() -> None:
+    full = weights_after(Acceleration(), "lift", 1)
+    half = weights_after(Acceleration(precision="bf16"), "lift", 1)
+    assert not torch.equal(full, half), "the option is read"
+    torch.testing.assert_close(half, full, rtol=0.0, atol=1e-2)
+
+
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("schedule", ["adaptive", "linear"])
+def test_nothing_is_read_back_in_rollout_and_update(
+    schedule: Any, recurrent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    env = make_env("lift", 8)
+    policy = (RecurrentActorCritic if recurrent else ActorCritic).for_env(env, normalize_obs=True)
+    cfg = PPOConfig(num_steps=16, schedule=schedule, target_kl=0.01, normalize_reward=True)
+    algorithm = PPO(policy=policy, cfg=cfg)
+    collector = SyncCollector(env, policy, keep=PPO.required_keys, seed=0)
+    algorithm.update(collector.collect(16))
+    reads: list[str] = []
+
+    def counting(name: str) -> Any:
+        original = getattr(Tensor, name)
+
+        def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            reads.append(name)
+            return original(self, *args, **kwargs)
+
+        return read
+
+    with monkeypatch.context() as patch:
+        for name in READS:
+            patch.setattr(Tensor, name, counting(name))
+        algorithm.update(collector.collect(16))
+        assert reads == []
+        bool(torch.zeros(1))
+        assert reads == ["__bool__"], "the counter counts"
+
+
+def test_captured_runs_eagerly_without_cuda_or_when_disabled() -> None:
+    doubled = Captured("double", lambda x: 2 * x, enabled=False)
+    assert doubled(torch.tensor(3.0)) == 6.0
+    assert doubled.entries == {}
+
+
+def test_stopwatch_times_the_phase_between_two_marks() -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    watch.mark("sleep")
+    time.sleep(0.05)
+    watch.mark("end")
+    seconds = watch.seconds()
+    assert list(seconds) == ["sleep"]
+    assert 0.045 < seconds["sleep"] < 0.5
