@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import io
 import itertools
 import math
@@ -297,6 +298,8 @@ def check_syncs(num_envs: int = 1024) -> str:
 
 def measure(run: Callable[[], float]) -> tuple[float, float]:
     """Return seconds per iteration and the peak of allocated memory in MiB."""
+    gc.collect()  # the contender before leaves cycles behind
+    torch._dynamo.reset()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     seconds = run()

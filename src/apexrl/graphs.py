@@ -80,6 +80,7 @@ class Captured:
                 self._capture(entry, arguments)
             except RuntimeError as error:
                 self.enabled = False
+                self._release_generators()
                 warnings.warn(
                     f"{self.name} cannot be captured as a CUDA graph and runs eagerly: {str(error).splitlines()[0]}",
                     stacklevel=2,
@@ -113,6 +114,11 @@ class Captured:
         with torch.cuda.graph(graph):
             entry.output = self.function(*entry.inputs)
         entry.graph = graph
+
+    def _release_generators(self) -> None:
+        # A capture that broke off leaves generators waiting for its end; a copy of their state does not.
+        for generator in (torch.cuda.default_generators[torch.cuda.current_device()], *self.generators):
+            generator.graphsafe_set_state(generator.clone_state())
 
 
 def compiled(function: Callable[..., Any], *, enabled: bool) -> Callable[..., Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -92,6 +93,8 @@ def num_cores() -> int:
 class Threads:
     """Calls a function in this thread and in others at the same time.
 
+    The calls share the work out among themselves, so one that finds none left need not be made.
+
     Args:
         num_threads: how many call it, this one included.
     """
@@ -105,7 +108,7 @@ class Threads:
             threading.Thread(target=_serve, args=(self._jobs, self._answers), daemon=True).start()
 
     def run(self, job: Callable[[], None]) -> None:
-        """Call ``job`` in every thread, return when all have, and raise what one of them raised."""
+        """Call ``job`` here and in threads that are free, return when all have, and raise what one of them raised."""
         if self._closed:
             raise EnvError("The environments are closed.")
         for _ in range(self._num_others):
@@ -113,10 +116,21 @@ class Threads:
         try:
             job()
         finally:
-            answers = [self._answers.get() for _ in range(self._num_others)]
+            # On a busy machine a thread may not have woken yet: the work is done, so do not wait for it.
+            num_called = self._num_others - self._take_back()
+            answers = [self._answers.get() for _ in range(num_called)]
         for error in answers:
             if error is not None:
                 raise error
+
+    def _take_back(self) -> int:
+        """Return how many calls no thread had begun; they will not be made."""
+        count = 0
+        with contextlib.suppress(Empty):
+            while True:
+                self._jobs.get_nowait()
+                count += 1
+        return count
 
     def close(self) -> None:
         """End the threads."""

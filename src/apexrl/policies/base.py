@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -75,9 +75,9 @@ class Policy(nn.Module, ABC):
         A step that goes on shares its successor with the next step, so on the CPU only truncated steps and the last
         one are evaluated again. The successor of a terminated step has no value; what stands there is not used.
         """
+        if batch[TRUNCATED].is_cuda:  # to count the rows would wait for the device
+            return in_chunks(self.get_value, batch[OBSERVATION]), in_chunks(self.get_value, batch[NEXT_OBSERVATION])
         value = self.get_value(batch[OBSERVATION])
-        if value.is_cuda:  # to count the rows would wait for the device
-            return value, self.get_value(batch[NEXT_OBSERVATION])
         rows = open_ends(batch)
         next_value = shift(value)
         next_value[rows] = self.get_value(batch[NEXT_OBSERVATION][rows])
@@ -94,6 +94,12 @@ def open_ends(batch: TensorDict) -> tuple[Tensor, ...]:
     ends[-1] = True
     rows: tuple[Tensor, ...] = ends.nonzero(as_tuple=True)
     return rows
+
+
+def in_chunks(function: Callable[[Any], Tensor], obs: Observation, max_rows: int = 65_536) -> Tensor:
+    """Apply a function to ``[T, N, ...]`` some steps at a time, so that its activations stay small."""
+    steps = max(1, max_rows // obs.shape[1])
+    return torch.cat([function(obs[start : start + steps]) for start in range(0, obs.shape[0], steps)])
 
 
 def shift(value: Tensor) -> Tensor:

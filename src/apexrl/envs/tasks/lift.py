@@ -18,7 +18,7 @@ from apexrl.metrics import MetricSpec
 # less than the 0.04 between the centres of a finger and the narrowest block in touch: nothing tunnels.
 DT: Final = 0.05
 GRAVITY: Final = 9.81
-MAX_SPEED: Final = 0.5
+MAX_SPEED: Final = (0.5, 0.25)
 FINGER_SPEED: Final = 0.2
 LAG: Final = 0.5
 """Share of the way to the commanded velocity that the gripper covers in one step."""
@@ -72,12 +72,12 @@ class Lift(TensorTask):
     opens). Fingers push the block when they meet its side and stop on its top; when both touch it, it is held
     until they open, and then it falls. Success is holding the block at or above the target height; the
     episode goes on until the time limit. An episode terminates as failed when the block passes the edge of
-    the table, or falls on the table from more than 5 cm.
+    the table, or falls on the table from more than 10 cm.
 
-    reward = 0.2 reach + 0.3 grasp + 0.5 lift, each in [0, 1]:
-    reach = half for the finger tips' distance from the block's foot along x, half for that along y where the
-    block fits between the fingers, each as 1 - tanh(5 · distance); 1 while held;
-    grasp = 1 while held; lift = min(height / target_height, 1) while held.
+    reward = 0.1 reach + 0.2 grasp + 0.7 lift, each in [0, 1]:
+    reach = 1 - tanh(5 · distance of the finger tips from the block's foot), 1 while held;
+    grasp = 1 while held, up to 0.5 for closing the fingers around the block before that;
+    lift = min(height / target_height, 1) while held.
 
     The observation ``[N, 13]``, scaled to order 1: gripper x, y; block x, y, size; gripper velocity (2);
     block velocity (2); opening; 1 while held; block seen from the finger tips (2).
@@ -85,7 +85,7 @@ class Lift(TensorTask):
     Args:
         num_envs: N.
         device: where the state lives.
-        target_height: height of the block's foot that counts as lifted, metres in (0.05, 0.3].
+        target_height: height of the block's foot that counts as lifted, metres in (0.1, 0.3].
         max_episode_steps: steps of 0.05 s until the episode is truncated.
     """
 
@@ -117,7 +117,7 @@ class Lift(TensorTask):
         self._span = torch.tensor(START_HIGH, device=self.device) - self._low
         self._rest = torch.zeros(num_envs, len(COLUMNS) - len(START_LOW), device=self.device)
         self._rest[:, COLUMNS["gap"] - len(START_LOW)] = MAX_GAP
-        self._speed = torch.tensor([0.5, 0.25], device=self.device)
+        self._max_speed = torch.tensor(MAX_SPEED, device=self.device)
         self._scale = torch.tensor(OBSERVATION_SCALE, device=self.device)
         self._shift = torch.zeros_like(self._scale)
         self._shift[COLUMNS["size"]] = -MEAN_SIZE * self._scale[COLUMNS["size"]]
@@ -133,7 +133,7 @@ class Lift(TensorTask):
         top = block_y + 2 * size
 
         # The gripper alone, with nothing but the table below it.
-        velocity = torch.lerp(state[:, 5:7], action[:, :2] * self._speed, LAG)
+        velocity = torch.lerp(state[:, 5:7], self._max_speed * action[:, :2], LAG)
         new_x, new_y = torch.add(state[:, :2], velocity, alpha=DT).chunk(2, 1)
         new_x, new_y = new_x.clamp(-X_LIMIT, X_LIMIT), new_y.clamp(0.0, Y_LIMIT)
         new_gap = torch.add(gap, action[:, 2:], alpha=-DT * FINGER_SPEED).clamp(0.0, MAX_GAP)
@@ -155,8 +155,8 @@ class Lift(TensorTask):
         new_block_x = torch.where(beside & ~between, pushed, new_block_x)
 
         # The block follows the gripper, or falls.
-        fallen = (block_y + DT * block_vy - DT * DT * GRAVITY).clamp_min(0.0)
-        new_block_y = torch.where(new_held, block_y + (new_y - y), fallen)
+        fallen = block_y + DT * block_vy - DT * DT * GRAVITY
+        new_block_y = torch.where(new_held, block_y + (new_y - y), fallen).clamp_min(0.0)
         rests = ~new_held & (new_block_y <= 0.0)
         new_held_y = torch.where(new_held, new_block_y, held_y)
         off_table = ~new_held & (new_block_x.abs() > TABLE_EDGE)
@@ -183,16 +183,15 @@ class Lift(TensorTask):
 
     def _metrics(self, state: Tensor, fail: Tensor) -> dict[str, Tensor]:
         x, y, block_x, block_y, size, _, _, _, _, gap, held, _ = state.chunk(len(COLUMNS), 1)
-        height = block_y * held
         away_x, away_y = (block_x - x).abs(), (block_y - y).abs()
         near = 1.0 - torch.tanh(REACH_SCALE * torch.hypot(away_x, away_y))
         room = gap - size
         around = (away_x < room + TOUCH) & (y < block_y + 2 * size)
-        closed = 1.0 - room / (MAX_GAP - size)
-        grasp = torch.maximum(0.5 * closed * around, held)
+        closing = 0.5 * around * (1.0 - room / (MAX_GAP - size))
+        height = block_y * held
         return {
             "reach_reward": REACH_WEIGHT * torch.maximum(near, held),
-            "grasp_reward": GRASP_WEIGHT * grasp,
+            "grasp_reward": GRASP_WEIGHT * torch.maximum(closing, held),
             "lift_reward": (height * (LIFT_WEIGHT / self.target_height)).clamp_max(LIFT_WEIGHT),
             "success": (height >= self.target_height).float(),
             "fail": fail.float(),

@@ -189,8 +189,8 @@ def test_state_keeps_its_storage_and_outputs_do_not_share_it(task_class: type[Te
 
 
 def test_spawn_keeps_the_options() -> None:
-    lift = Lift(4, target_height=0.1, max_episode_steps=7).spawn(2)
-    assert (lift.num_envs, lift.target_height, lift.max_episode_steps) == (2, 0.1, 7)
+    lift = Lift(4, target_height=0.2, max_episode_steps=7).spawn(2)
+    assert (lift.num_envs, lift.target_height, lift.max_episode_steps) == (2, 0.2, 7)
     recall = Recall(4, num_cues=3, delay=1).spawn(9)
     assert (recall.num_envs, recall.num_cues, recall.delay) == (9, 3, 1)
     assert CartPole(2, max_episode_steps=9).spawn(1).max_episode_steps == 9

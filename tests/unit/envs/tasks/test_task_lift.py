@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from apexrl.envs.tasks import Lift
-from apexrl.envs.tasks.lift import COLUMNS, FINGER_WIDTH
+from apexrl.envs.tasks.lift import COLUMNS, FINGER_WIDTH, MAX_GAP
 from apexrl.types import EnvStep
 
 SIZE = 0.03
@@ -16,7 +16,7 @@ def place(**columns: float) -> Lift:
     """One open gripper at rest above the middle of the table and a block of 6 cm at 0.2, changed as given."""
     task = Lift(1)
     task.reset(0)
-    columns = {"y": 0.2, "block_x": 0.2, "size": SIZE, "gap": 0.06, **columns}
+    columns = {"y": 0.2, "block_x": 0.2, "size": SIZE, "gap": MAX_GAP, **columns}
     task.state.zero_()
     for name, value in columns.items():
         task.state[0, COLUMNS[name]] = value
@@ -42,7 +42,7 @@ def scripted(state: Tensor) -> Tensor:
     """Go over the block, go down, close, go up."""
     x, y, block_x, _, size, _, _, _, _, _, held, _ = state.chunk(len(COLUMNS), 1)
     away = block_x - x
-    aligned = away.abs() < 0.06 - size - 0.005
+    aligned = away.abs() < MAX_GAP - size - 0.005
     low = y < 0.02
     up = torch.where(aligned, -torch.ones_like(y), torch.zeros_like(y))
     up = torch.where(held > 0, torch.ones_like(y), up)
@@ -57,6 +57,12 @@ def test_velocity_follows_the_command_with_a_lag() -> None:
     assert get(task, "x") == pytest.approx(0.25 * 0.05)
     act(task, 1.0, 0.0, OPEN)
     assert get(task, "vx") == pytest.approx(0.375)
+
+
+def test_the_gripper_moves_half_as_fast_up_and_down() -> None:
+    task = place()
+    act(task, 0.0, 1.0, OPEN)
+    assert get(task, "vy") == pytest.approx(0.125)
 
 
 def test_a_finger_below_the_top_pushes_the_block() -> None:
@@ -93,13 +99,13 @@ def test_fingers_stop_on_the_table() -> None:
 def test_one_inner_finger_drags_the_block_without_holding_it() -> None:
     task = place(y=0.0, block_x=0.0)
     act(task, 1.0, 0.0, OPEN, num_steps=6)
-    assert get(task, "block_x") == pytest.approx(get(task, "x") - 0.06 + SIZE)
+    assert get(task, "block_x") == pytest.approx(get(task, "x") - MAX_GAP + SIZE)
     assert get(task, "held") == 0
 
 
 def test_closing_centres_the_block_and_holds_it_when_both_fingers_touch() -> None:
     # The gap goes 0.06, 0.05, 0.04, 0.03 and the block half is 0.03: the third step closes on it.
-    task = place(y=0.0, block_x=0.02)
+    task = place(y=0.0, block_x=0.02, gap=0.06)
     act(task, 0.0, 0.0, CLOSE)
     assert get(task, "block_x") == pytest.approx(0.02)
     act(task, 0.0, 0.0, CLOSE)
@@ -155,14 +161,14 @@ def test_a_dropped_block_falls_and_fails_the_episode_when_it_lands() -> None:
 
 
 def test_a_block_set_down_from_low_is_not_a_failure() -> None:
-    task = hold(0.04)
-    for _ in range(5):
+    task = hold(0.09)
+    for _ in range(6):
         assert not act(task, 0.0, 0.0, OPEN).terminated.item()
     assert (get(task, "block_y"), get(task, "held"), get(task, "held_y")) == (0, 0, 0)
 
 
 def test_a_block_pushed_off_the_table_fails_the_episode() -> None:
-    task = place(y=0.0, gap=0.06, x=0.35, block_x=0.48)
+    task = place(y=0.0, x=0.35, block_x=0.48)
     for _ in range(20):
         before = get(task, "block_x")
         step = act(task, 1.0, 0.0, OPEN)
@@ -183,7 +189,7 @@ def test_holding_at_the_target_succeeds_earns_one_and_goes_on() -> None:
     task = hold(0.26)
     step = act(task, 0.0, 0.0, CLOSE)
     assert step.metric["success"].item() == 1
-    assert step.reward.item() == pytest.approx(0.2 + 0.3 + 0.5)
+    assert step.reward.item() == pytest.approx(0.1 + 0.2 + 0.7)
     assert not step.terminated.item()
     # Let go at the same height, it is no success any more.
     assert act(task, 0.0, 0.0, OPEN).metric["success"].item() == 0
@@ -191,7 +197,7 @@ def test_holding_at_the_target_succeeds_earns_one_and_goes_on() -> None:
 
 def test_half_way_up_earns_half_the_lift_reward() -> None:
     step = act(hold(0.125), 0.0, 0.0, CLOSE)
-    assert step.metric["lift_reward"].item() == pytest.approx(0.25)
+    assert step.metric["lift_reward"].item() == pytest.approx(0.35)
     assert step.metric["success"].item() == 0
 
 
@@ -199,7 +205,21 @@ def test_reach_reward_grows_towards_the_block() -> None:
     far, near = place(block_x=0.3), place(block_x=0.1)
     still = (0.0, 0.0, OPEN)
     far_reward, near_reward = act(far, *still).reward.item(), act(near, *still).reward.item()
-    assert 0 < far_reward < near_reward < 0.2
+    assert 0 < far_reward < near_reward < 0.1
+
+
+def test_closing_around_the_block_earns_up_to_half_the_grasp_reward() -> None:
+    # Half of the way from fully open to the block: half of 0.5 of the weight 0.2.
+    around = place(y=0.0, block_x=0.0, gap=(MAX_GAP + SIZE) / 2)
+    beside = place(y=0.0, block_x=0.2, gap=(MAX_GAP + SIZE) / 2)
+    assert act(around, 0.0, 0.0, 0.0).metric["grasp_reward"].item() == pytest.approx(0.05)
+    assert act(beside, 0.0, 0.0, 0.0).metric["grasp_reward"].item() == 0
+
+
+def test_grasping_on_the_way_down_does_not_press_the_block_into_the_table() -> None:
+    task = place(y=0.03, block_x=0.0, gap=SIZE + 0.005, vy=-0.25)
+    act(task, 0.0, -1.0, CLOSE)
+    assert (get(task, "held"), get(task, "block_y")) == (1, 0)
 
 
 def test_fingers_and_block_never_overlap() -> None:
@@ -216,6 +236,7 @@ def test_fingers_and_block_never_overlap() -> None:
             action = torch.cat((action[:, :1] + 0.3 * toward, action[:, 1:2] - 0.2, action[:, 2:]), 1)
         task.step(action)
         x, y, block_x, block_y, size, _, _, block_vx, _, gap, _, _ = task.state.chunk(len(COLUMNS), 1)
+        assert torch.minimum(y, block_y).min() >= 0
         overlap_y = torch.minimum(y + 0.1, block_y + 2 * size) - torch.maximum(y, block_y)
         for finger in (x - gap - FINGER_WIDTH / 2, x + gap + FINGER_WIDTH / 2):
             overlap_x = size + FINGER_WIDTH / 2 - (finger - block_x).abs()
