@@ -47,6 +47,7 @@ class SyncCollector(BaseCollector):
         self.wants_value = keep is None or VALUE in keep
         self.episode_metrics = EpisodeMetrics()
         self.acceleration = acceleration or Acceleration()
+        env.accelerate(self.acceleration)
         self._actor = compiled(make_actor(policy, env.device), enabled=self.acceleration.compile)
         self._use(None)
         if not env.gives_final_obs:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from apexrl.errors import EnvError, EnvStateError
+from apexrl.graphs import Acceleration
 from apexrl.metrics import MetricSpec
 from apexrl.types import EnvStep, Observation
 
@@ -56,6 +57,10 @@ class VecEnv(ABC):
     @abstractmethod
     def step(self, action: Tensor) -> EnvStep:
         """Apply one action ``[N, A]`` to each environment."""
+
+    def accelerate(self, acceleration: Acceleration) -> None:
+        """Make ``step`` faster, where the environment knows a way that changes no number but for rounding."""
+        return
 
     def spawn(self, num_envs: int) -> VecEnv:
         """Make independent environments of the same kind, for evaluation.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import gymnasium as gym
@@ -15,6 +15,7 @@ from torch import Tensor
 from apexrl.envs.base import VecEnv
 from apexrl.envs.tasks.drawing import Canvas
 from apexrl.errors import ConfigError, EnvError, EnvStateError
+from apexrl.graphs import Acceleration, compiled
 from apexrl.metrics import MetricSpec
 from apexrl.types import EnvStep
 
@@ -65,6 +66,7 @@ class TensorTask(VecEnv):
         # Two tasks differ from each other, yet both follow from torch.manual_seed.
         self.generator.manual_seed(int(torch.randint(2**62, ())))
         self._options = options
+        self._transition: Callable[..., Any] = self._eager_transition
         self._metric_specs = {spec.name: spec for spec in self.metrics}
         size = gym.spaces.flatdim(self.action_space) if isinstance(self.action_space, gym.spaces.Box) else 1
         self._action_shape = (num_envs, size)
@@ -105,14 +107,26 @@ class TensorTask(VecEnv):
             raise EnvError(
                 f"{type(self).__name__} needs actions of shape {list(self._action_shape)}, got {list(action.shape)}."
             )
-        successor, reward, terminated, metric = self._advance(self.state, action.detach())
-        self.elapsed += 1
-        truncated = (self.elapsed >= self.max_episode_steps) & ~terminated
+        state, elapsed, step = self._transition(self.state, self.elapsed, action.detach(), self._draw())
+        self.state.copy_(state)
+        self.elapsed.copy_(elapsed)
+        return EnvStep(*step)
+
+    def _eager_transition(
+        self, state: Tensor, elapsed: Tensor, action: Tensor, fresh: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+        """Return the next state, the steps taken in its episode, and the fields of an ``EnvStep``; changes nothing."""
+        successor, reward, terminated, metric = self._advance(state, action)
+        elapsed = elapsed + 1
+        truncated = (elapsed >= self.max_episode_steps) & ~terminated
         done = terminated | truncated
-        current = torch.where(done, self._draw(), successor)
-        self.state.copy_(current)
-        self.elapsed.masked_fill_(done, 0)
-        return EnvStep(self._observe(current), reward, terminated, truncated, self._observe(successor), metric)
+        current = torch.where(done, fresh, successor)
+        step = (self._observe(current), reward, terminated, truncated, self._observe(successor), metric)
+        return current, elapsed.masked_fill(done, 0), step
+
+    def accelerate(self, acceleration: Acceleration) -> None:
+        """Compile the transition, when asked for."""
+        self._transition = compiled(self._eager_transition, enabled=acceleration.compile)
 
     def spawn(self, num_envs: int) -> Self:
         """Make an independent task with the same options."""
