@@ -10,13 +10,13 @@ def network(seed: int = 0) -> nn.Sequential:
 
 
 def flat_step(module: nn.Module, optimizer: FlatAdam, x: torch.Tensor, skip: float = 0.0) -> None:
-    optimizer.backward(module(x).square().sum())
-    optimizer.step(optimizer.gradient_norm(), skip=torch.tensor(skip))
+    gradient = optimizer.gradient_of(module(x).square().sum())
+    optimizer.step(gradient, gradient.norm(), skip=torch.tensor(skip))
 
 
 def test_equals_torch_adam_with_clipping() -> None:
     ours, theirs = network(), network()
-    flat = FlatAdam(ours.parameters(), 1e-2, eps=1e-5, max_grad_norm=0.5)
+    flat = FlatAdam(ours.named_parameters(), 1e-2, eps=1e-5, max_grad_norm=0.5)
     plain = torch.optim.Adam(theirs.parameters(), lr=1e-2, eps=1e-5)
     for _ in range(5):
         x = torch.randn(7, 3)
@@ -31,7 +31,7 @@ def test_equals_torch_adam_with_clipping() -> None:
 
 def test_a_skipped_step_changes_neither_parameters_nor_moments() -> None:
     module = network()
-    optimizer = FlatAdam(module.parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
+    optimizer = FlatAdam(module.named_parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
     flat_step(module, optimizer, torch.ones(2, 3))
     before, moments = optimizer.flat.detach().clone(), optimizer.state_dict()["state"]
     flat_step(module, optimizer, torch.full((2, 3), float("nan")), skip=1.0)
@@ -42,29 +42,39 @@ def test_a_skipped_step_changes_neither_parameters_nor_moments() -> None:
 
 def test_parameters_are_views_and_loading_a_state_dict_keeps_them_so() -> None:
     module, other = network(0), network(1)
-    optimizer = FlatAdam(module.parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
+    optimizer = FlatAdam(module.named_parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
     module.load_state_dict(other.state_dict())
     assert torch.equal(optimizer.flat, torch.cat([p.flatten() for p in other.parameters()]))
 
 
-def test_gradients_are_views_of_one_tensor_and_unused_parameters_get_zero() -> None:
+def test_parameters_that_the_loss_does_not_use_get_zero_gradients() -> None:
     module = network()
-    optimizer = FlatAdam(module.parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
-    optimizer.gradient.fill_(7.0)
-    optimizer.backward(module[0](torch.ones(2, 3)).sum())
-    first, last = next(iter(module.parameters())), list(module.parameters())[-1]
-    assert first.grad is not None
-    assert last.grad is not None
-    torch.testing.assert_close(first.grad, torch.full((4, 3), 2.0))
-    assert torch.equal(last.grad, torch.zeros(2))
+    optimizer = FlatAdam(module.named_parameters(), 1e-2, eps=1e-5, max_grad_norm=1e9)
+    gradient = optimizer.gradient_of(module[0](torch.ones(2, 3)).sum())
+    views = optimizer.views(gradient)
+    torch.testing.assert_close(views["0.weight"], torch.full((4, 3), 2.0))
+    assert torch.equal(views["2.bias"], torch.zeros(2))
+    optimizer.step(gradient, gradient.norm(), skip=torch.tensor(0.0))
+    assert module[0].weight.grad is not None
+    torch.testing.assert_close(module[0].weight.grad, views["0.weight"], msg="grad shows what the step used")
+
+
+def test_a_first_step_that_is_skipped_leaves_no_trace() -> None:
+    ours, theirs = network(), network()
+    a = FlatAdam(ours.named_parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
+    b = FlatAdam(theirs.named_parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
+    flat_step(ours, a, torch.full((2, 3), float("inf")), skip=1.0)
+    flat_step(ours, a, torch.ones(2, 3))
+    flat_step(theirs, b, torch.ones(2, 3))
+    assert torch.equal(a.flat, b.flat)
 
 
 def test_state_goes_on_exactly() -> None:
     first, second = network(), network()
-    a = FlatAdam(first.parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
+    a = FlatAdam(first.named_parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
     flat_step(first, a, torch.ones(2, 3))
     a.learning_rate.fill_(3e-3)
-    b = FlatAdam(second.parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
+    b = FlatAdam(second.named_parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
     second.load_state_dict(first.state_dict())
     b.load_state_dict(a.state_dict())
     flat_step(first, a, torch.full((2, 3), 0.5))
@@ -74,7 +84,7 @@ def test_state_goes_on_exactly() -> None:
 
 def test_the_learning_rate_tensor_is_what_adam_uses() -> None:
     module = network()
-    optimizer = FlatAdam(module.parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
+    optimizer = FlatAdam(module.named_parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0)
     optimizer.learning_rate.fill_(0.0)
     before = optimizer.flat.detach().clone()
     flat_step(module, optimizer, torch.ones(2, 3))

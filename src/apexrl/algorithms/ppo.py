@@ -14,7 +14,7 @@ from apexrl.algorithms.base import BaseAlgorithm
 from apexrl.buffers import bounds
 from apexrl.errors import ConfigError
 from apexrl.functional import approx_kl, clipped_surrogate, explained_variance, gae, normalize, value_loss
-from apexrl.graphs import Acceleration, Captured, compiled
+from apexrl.graphs import Acceleration, Captured, compiled, without_guards
 from apexrl.models import MLPActor, MLPCritic, RewardScaler
 from apexrl.optim import FlatAdam
 from apexrl.policies import ActorCritic, Policy
@@ -31,6 +31,7 @@ from apexrl.types import (
     TERMINATED,
     TRUNCATED,
     VALUE,
+    Evaluation,
 )
 
 
@@ -123,6 +124,23 @@ class _Progress:
         return dict(zip(METRICS, means.unbind(), strict=True))
 
 
+class _Evaluator(nn.Module):
+    """The policy's evaluation of a minibatch as a module of its own, in the precision of the acceleration."""
+
+    def __init__(self, policy: Policy, acceleration: Acceleration) -> None:
+        super().__init__()
+        self.policy = policy
+        self.in_bf16 = acceleration.precision == "bf16"
+
+    def forward(self, batch: Mapping[str, Any]) -> Evaluation:
+        """Return log-probabilities, entropies and values in float32."""
+        if not self.in_bf16:
+            return self.policy.evaluate(batch)
+        with torch.autocast(self.policy.device.type, dtype=torch.bfloat16):
+            evaluation = self.policy.evaluate(batch)
+        return Evaluation(*(x.float() for x in evaluation))
+
+
 class PPO(BaseAlgorithm):
     """Clipped policy gradient on rollouts of the current policy.
 
@@ -163,17 +181,20 @@ class PPO(BaseAlgorithm):
         self.cfg = cfg or PPOConfig()
         super().__init__(policy, self.cfg.num_steps)
         self.optimizer = FlatAdam(
-            policy.parameters(), self.cfg.learning_rate, self.cfg.adam_eps, self.cfg.max_grad_norm
+            policy.named_parameters(), self.cfg.learning_rate, self.cfg.adam_eps, self.cfg.max_grad_norm
         )
         self.reward_scaler = RewardScaler(self.cfg.gamma).to(policy.device) if self.cfg.normalize_reward else None
         self.acceleration = acceleration or Acceleration()
-        self._loss = compiled(self._eager_loss, enabled=self.acceleration.compile)
+        self._evaluator = _Evaluator(policy, self.acceleration)
+        self._gradient = self._functional_gradient if self.acceleration.compile else self._autograd_gradient
+        self._run_step = compiled(self._step, enabled=self.acceleration.compile)
         use_graphs = self.acceleration.graphs and policy.device.type == "cuda"
         self._captured_epoch = Captured("The update", self._epoch, enabled=use_graphs)
         self._captured_advantage = Captured("The advantage", self._compute_advantage, enabled=use_graphs)
         self._progress = _Progress(policy.device)
         self._batch = TensorDict({}, batch_size=[0, 0])
         self._data: dict[str, Any] = {}
+        self._compiled_for_batch = False
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Run the epochs over one rollout ``[T, N]``."""
@@ -198,27 +219,22 @@ class PPO(BaseAlgorithm):
         }
 
     def _load(self, rollout: TensorDict) -> None:
-        """Put a rollout where the captured functions read it: into the same memory every time."""
-        batch = rollout.select(*self.required_keys, *self.policy.initial_state(1))
-        if self._captured_epoch.enabled and self._batch.shape == batch.shape:
+        """Put a rollout where the minibatch step reads it; with graphs, into the same memory every time."""
+        memory = self.policy.initial_state(1)
+        batch = rollout.select(*self.required_keys, *memory)
+        same_shape = self._batch.shape == batch.shape
+        if same_shape and self._captured_epoch.enabled:
             self._batch.update_(batch)
             return
+        if not same_shape:
+            self._compiled_for_batch = False
+            self._captured_epoch.forget()
+            self._captured_advantage.forget()
         self._batch = batch.clone() if self._captured_epoch.enabled else batch
         self._batch[ADVANTAGE], self._batch[RETURN] = torch.empty_like(batch[VALUE]), torch.empty_like(batch[VALUE])
-        read_by_loss = (
-            OBSERVATION,
-            ACTION,
-            SAMPLE_LOG_PROB,
-            VALUE,
-            DONE,
-            ADVANTAGE,
-            RETURN,
-            *self.policy.initial_state(1),
-        )
-        data = self._batch.select(*read_by_loss)
+        read_by_loss = [OBSERVATION, ACTION, SAMPLE_LOG_PROB, VALUE, ADVANTAGE, RETURN, *memory]
+        data = self._batch.select(*read_by_loss, *([DONE] if self.policy.sequential else []))
         self._data = dict((data if self.policy.sequential else data.reshape(-1)).items())
-        self._captured_epoch.forget()
-        self._captured_advantage.forget()
 
     @torch.no_grad()
     def _compute_advantage(self) -> None:
@@ -240,9 +256,10 @@ class PPO(BaseAlgorithm):
         batch[ADVANTAGE].copy_(advantage)
         batch[RETURN].copy_(target)
 
-    def _eager_loss(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def _loss(self, batch: Mapping[str, Any], evaluation: Evaluation) -> tuple[Tensor, Tensor]:
+        """Return the loss, and what is logged of it in the order of ``METRICS``."""
         cfg = self.cfg
-        log_prob, entropy, value = self._evaluate(batch)
+        log_prob, entropy, value = evaluation
         advantage = batch[ADVANTAGE]
         if cfg.normalize_advantage == "minibatch":
             advantage = normalize(advantage)
@@ -257,33 +274,43 @@ class PPO(BaseAlgorithm):
             metrics = torch.stack((loss, policy_term, value_term, entropy_term, approx_kl(log_ratio), clip_frac))
         return loss, metrics
 
-    def _evaluate(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        if self.acceleration.precision != "bf16":
-            return self.policy.evaluate(batch)
-        with torch.autocast(self.policy.device.type, dtype=torch.bfloat16):
-            evaluation = self.policy.evaluate(batch)
-        return tuple(x.float() for x in evaluation)
+    def _autograd_gradient(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return loss, metrics and flat gradient."""
+        loss, metrics = self._loss(batch, self._evaluator(batch))
+        return loss, metrics, self.optimizer.gradient_of(loss)
+
+    def _functional_gradient(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Do the same as a function of the flat parameters, so that forward and backward compile as one piece."""
+
+        def loss_at(flat: Tensor) -> tuple[Tensor, Tensor]:
+            parameters = {f"policy.{name}": view for name, view in self.optimizer.views(flat).items()}
+            evaluation: Evaluation = torch.func.functional_call(self._evaluator, parameters, (batch,))
+            return self._loss(batch, evaluation)
+
+        gradient, (loss, metrics) = torch.func.grad_and_value(loss_at, has_aux=True)(self.optimizer.flat)
+        return loss, metrics, gradient
 
     def _epoch(self, order: Tensor) -> None:
         """Go once over the batch in a given order: shuffle all of it at once, then cut it into minibatches."""
         dim = 1 if self.policy.sequential else 0
         shuffled = {name: value.index_select(dim, order) for name, value in self._data.items()}
-        for start, end in bounds(len(order), self.cfg.num_minibatches):
-            place = (slice(None),) * dim + (slice(start, end),)
-            self._step({name: value[place] for name, value in shuffled.items()})
+        with without_guards(self._compiled_for_batch):
+            for start, end in bounds(len(order), self.cfg.num_minibatches):
+                place = (slice(None),) * dim + (slice(start, end),)
+                self._run_step({name: value[place] for name, value in shuffled.items()})
+        self._compiled_for_batch = self.acceleration.compile
 
     def _step(self, minibatch: Mapping[str, Any]) -> None:
         """Take one optimizer step, unless the update was stopped before or this step is not finite."""
-        loss, metrics = self._loss(minibatch)
-        self.optimizer.backward(loss)
         progress = self._progress
+        loss, metrics, gradient = self._gradient(minibatch)
         with torch.no_grad():
-            gradient_norm, kl = self.optimizer.gradient_norm(), metrics[METRICS.index("approx_kl")]
+            gradient_norm, kl = gradient.norm(), metrics[METRICS.index("approx_kl")]
             if self.cfg.target_kl is not None:
                 progress.stop.copy_(torch.max(progress.stop, kl > 1.5 * self.cfg.target_kl))
             progress.nonfinite.copy_(torch.max(progress.nonfinite, ~(loss + gradient_norm).isfinite()))
             skip = torch.max(progress.stop, progress.nonfinite)
-            self.optimizer.step(gradient_norm, skip)
+            self.optimizer.step(gradient, gradient_norm, skip)
             if self.cfg.schedule == "adaptive":
                 self._adapt_learning_rate(kl, skip)
             progress.add(torch.cat((metrics, gradient_norm.view(1))), taken=skip == 0)

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from apexrl.collectors.base import BaseCollector
 from apexrl.envs.base import VecEnv
-from apexrl.graphs import Acceleration, Captured, compiled
+from apexrl.graphs import Acceleration, Captured, compiled, without_guards
 from apexrl.metrics import EpisodeMetrics, fold_episodes
 from apexrl.policies.base import Policy
 from apexrl.rollout import initial_state, make_actor, rollout
@@ -47,6 +47,8 @@ class SyncCollector(BaseCollector):
         self.wants_value = keep is None or VALUE in keep
         self.episode_metrics = EpisodeMetrics()
         self.acceleration = acceleration or Acceleration()
+        self._captured: dict[int, Captured] = {}
+        self._compiled = False
         env.accelerate(self.acceleration)
         self._actor = compiled(make_actor(policy, env.device), enabled=self.acceleration.compile)
         self._use(None)
@@ -82,7 +84,9 @@ class SyncCollector(BaseCollector):
         keep = self.keep
         if keep is not None and self.wants_value:
             keep = keep | {NEXT_OBSERVATION}
-        batch, after = rollout(self.env, self._actor, self.carry, n_steps, keep=keep)
+        with without_guards(self._compiled):
+            batch, after = rollout(self.env, self._actor, self.carry, n_steps, keep=keep)
+        self._compiled = self.acceleration.compile
         for name, value in after.items():
             self.carry[name].copy_(value)
         fold_episodes(batch, self.env.metric_specs, self.episode_metrics)
@@ -107,7 +111,8 @@ class SyncCollector(BaseCollector):
     def _use(self, carry: Carry | None) -> None:
         """Go on from a carry in memory of its own; what was captured with the old one is of no use any more."""
         self.carry = carry
-        self._captured: dict[int, Captured] = {}
+        self._captured = {}
+        self._compiled = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the carry and the episode statistics."""

@@ -73,7 +73,8 @@ class ActionHead(nn.Module):
         if self.sizes is not None:
             return MultiCategorical(out, self.sizes)
         mean, log_std = (out, self.log_std) if self.log_std is not None else out.chunk(2, dim=-1)
-        log_std = log_std + (log_std.clamp(*self.log_std_bounds) - log_std).detach()
+        bounded = log_std.clamp(*self.log_std_bounds)
+        log_std = log_std + (bounded - log_std).detach() if torch.is_grad_enabled() else bounded
         if self.distribution == "squashed_gaussian":
             return SquashedGaussian(mean, log_std, self.low, self.high)
         return DiagGaussian(mean, log_std)

@@ -182,8 +182,8 @@ def test_target_kl_skips_the_rest_of_the_update(monkeypatch: pytest.MonkeyPatch)
     taken: list[torch.Tensor] = []
     step = one_step.optimizer.step
 
-    def step_once(gradient_norm: torch.Tensor, skip: torch.Tensor) -> None:
-        step(gradient_norm, skip=torch.tensor(1.0 if taken else 0.0))
+    def step_once(gradient: torch.Tensor, gradient_norm: torch.Tensor, skip: torch.Tensor) -> None:
+        step(gradient, gradient_norm, skip=torch.tensor(1.0 if taken else 0.0))
         taken.append(gradient_norm)
 
     monkeypatch.setattr(one_step.optimizer, "step", step_once)
