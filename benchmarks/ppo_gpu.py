@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import io
 import itertools
+import json
 import math
-import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -296,56 +297,63 @@ def check_syncs(num_envs: int = 1024) -> str:
     return "none"
 
 
-def measure(run: Callable[[], float]) -> tuple[float, float]:
-    """Return seconds per iteration and the peak of allocated memory in MiB."""
-    gc.collect()  # the contender before leaves cycles behind
-    torch._dynamo.reset()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    seconds = run()
-    return seconds, torch.cuda.max_memory_allocated() / 2**20
+def measure(name: str, num_envs: int, iters: int) -> dict[str, float]:
+    """Run one contender in a process of its own, so that memory and state of the others do not count."""
+    command = [sys.executable, __file__, "--one", name, "--envs", str(num_envs), "--iters", str(iters)]
+    output = subprocess.run(command, capture_output=True, text=True, check=False)
+    if output.returncode:
+        raise SystemExit(output.stderr)
+    result: dict[str, float] = json.loads(output.stdout.splitlines()[-1])
+    return result
+
+
+def run_one(name: str, num_envs: int, iters: int) -> None:
+    """Print seconds per iteration and the peak of allocated memory in MiB."""
+    seconds = CONTENDERS[name](num_envs, iters)
+    print(json.dumps({"seconds": seconds, "memory_mib": torch.cuda.max_memory_allocated() / 2**20}))
+
+
+CONTENDERS: dict[str, Callable[[int, int], float]] = {
+    "rsl_rl": time_rsl,
+    "limit, TF32": time_limit,
+    "ours, TF32": lambda n, iters: time_ours(n, iters, Acceleration(precision="tf32")),
+    "ours, TF32, compiled": lambda n, iters: time_ours(n, iters, Acceleration(precision="tf32", compile=True)),
+    "ours, bf16, compiled": lambda n, iters: time_ours(n, iters, Acceleration(precision="bf16", compile=True)),
+    "ours, eager": lambda n, iters: time_ours(n, iters, Acceleration(precision="tf32", graphs=False)),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--envs", default="1024,4096,16384")
     parser.add_argument("--iters", type=int, default=60)
-    parser.add_argument("--skip", default="", help="contenders to leave out, by a part of their name")
+    parser.add_argument("--one", choices=list(CONTENDERS), help="time one contender in this process, print JSON")
+    parser.add_argument("--skip", default="", help="contenders to leave out, by a part of their name, separated by ;")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)
-    contenders: dict[str, Callable[[int], float]] = {
-        "rsl_rl": lambda n: time_rsl(n, options.iters),
-        "limit, TF32": lambda n: time_limit(n, options.iters),
-        "ours, TF32": lambda n: time_ours(n, options.iters, Acceleration(precision="tf32")),
-        "ours, TF32, compiled": lambda n: time_ours(n, options.iters, Acceleration(precision="tf32", compile=True)),
-        "ours, bf16, compiled": lambda n: time_ours(n, options.iters, Acceleration(precision="bf16", compile=True)),
-        "ours, eager": lambda n: time_ours(n, options.iters, Acceleration(precision="tf32", graphs=False)),
-    }
+    if options.one:
+        run_one(options.one, int(options.envs), options.iters)
+        return
     rows: list[dict[str, Any]] = []
     for num_envs in map(int, options.envs.split(",")):
-        for name, run in contenders.items():
+        base: dict[str, float] = {}
+        for name in CONTENDERS:
             if options.skip and any(part in name for part in options.skip.split(";")):
                 continue
-            seconds, memory = measure(lambda run=run, n=num_envs: run(n))  # type: ignore[misc]
-            base = next((row["seconds"] for row in rows if row["envs"] == num_envs and row["name"] == "rsl_rl"), None)
-            ratio = base / seconds if base else math.nan
-            rows.append({"envs": num_envs, "name": name, "seconds": seconds, "memory_mib": memory, "times_rsl": ratio})
-            speed = STEPS * num_envs / seconds / 1e6
+            result = measure(name, num_envs, options.iters)
+            base = base or result
+            ratio, memory = base["seconds"] / result["seconds"], result["memory_mib"] / base["memory_mib"]
+            rows.append({"envs": num_envs, "name": name, **result, "times_rsl": ratio, "memory_times_rsl": memory})
+            speed = STEPS * num_envs / result["seconds"] / 1e6
             print(
-                f"{num_envs:6d} environments  {name:22} {1e3 * seconds:8.2f} ms/iteration {speed:7.2f} M steps/s "
-                f"{ratio:6.2f} x rsl_rl {memory:8.0f} MiB",
+                f"{num_envs:6d} environments  {name:22} {1e3 * result['seconds']:8.2f} ms/iteration "
+                f"{speed:7.2f} M steps/s {ratio:6.2f} x rsl_rl  {result['memory_mib']:6.0f} MiB {memory:5.2f} x",
                 flush=True,
             )
     parity = check_parity()
     print("largest weight difference to eager after 10 iterations:", parity, flush=True)
     print("host synchronisations in collect and update:", check_syncs(), flush=True)
-    content = {"rows": rows, "iters": options.iters, "parity": parity, "median_ratio": _median(rows)}
-    print(f"wrote {report.write('ppo_gpu', content)}")
-
-
-def _median(rows: list[dict[str, Any]]) -> float:
-    ratios = [row["times_rsl"] for row in rows if row["name"] == "ours, TF32"]
-    return statistics.median(ratios) if ratios else math.nan
+    print(f"wrote {report.write('ppo_gpu', {'rows': rows, 'iters': options.iters, 'parity': parity})}")
 
 
 if __name__ == "__main__":

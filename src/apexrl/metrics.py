@@ -211,14 +211,14 @@ def evaluation_log_names(field: str) -> list[str]:
 
 
 def to_host(values: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Bring many scalars to the host in one transfer."""
+    """Bring many scalars to the host in one transfer from each device."""
     host = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
-    by_type: dict[torch.dtype, dict[str, Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
-            by_type.setdefault(value.dtype, {})[name] = value.detach().reshape(())
-    if by_type:
-        stacked = torch.cat([torch.stack(list(group.values())).double() for group in by_type.values()])
-        names = [name for group in by_type.values() for name in group]
-        host.update(zip(names, stacked.tolist(), strict=True))
+            groups.setdefault((value.device, value.dtype), {})[name] = value.detach().reshape(())
+    for device in {device for device, _ in groups}:
+        here = [group for (place, _), group in groups.items() if place == device]
+        stacked = torch.cat([torch.stack(list(group.values())).double() for group in here])
+        host.update(zip([name for group in here for name in group], stacked.tolist(), strict=True))
     return {name: host[name] for name in values}

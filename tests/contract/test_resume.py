@@ -42,6 +42,7 @@ COMMON = {
     "features.save_plot": "false",
 }
 LIFT = {
+    "algo.schedule": "adaptive",
     **COMMON,
     "task.num_envs": "4",
     "task.kwargs.max_episode_steps": "12",

@@ -292,11 +292,11 @@ class PPO(BaseAlgorithm):
 
     def _epoch(self, order: Tensor) -> None:
         """Go once over the batch in a given order: shuffle all of it at once, then cut it into minibatches."""
-        dim = 1 if self.policy.sequential else 0
-        shuffled = {name: value.index_select(dim, order) for name, value in self._data.items()}
+        leading = (slice(None),) if self.policy.sequential else ()
+        shuffled = {name: value[(*leading, order)] for name, value in self._data.items()}
         with without_guards(self._compiled_for_batch):
             for start, end in bounds(len(order), self.cfg.num_minibatches):
-                place = (slice(None),) * dim + (slice(start, end),)
+                place = (*leading, slice(start, end))
                 self._run_step({name: value[place] for name, value in shuffled.items()})
         self._compiled_for_batch = self.acceleration.compile
 

@@ -1,0 +1,178 @@
+"""PPO on one CPU thread: ours, Stable-Baselines3, rsl_rl, and the environment alone.
+
+    python benchmarks/ppo_cpu.py [--quick]
+
+HalfCheetah-v5: 8 environments, 256 steps, 10 epochs of 32 minibatches; ours also on MujocoVecEnv with 64 environments
+and two threads for the simulator. CartPole-v1: 8 environments, 128 steps, 4 epochs of 4 minibatches. Networks 64-64.
+Last, the rollout of the tensor task ``cartpole`` with 4,096 environments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import report
+import torch
+
+from apexrl.algorithms import PPO, PPOConfig
+from apexrl.collectors import SyncCollector
+from apexrl.envs import make_env
+from apexrl.graphs import Acceleration
+from apexrl.policies import ActorCritic
+
+
+@dataclass(frozen=True)
+class Work:
+    task: str
+    num_envs: int
+    num_steps: int
+    epochs: int
+    minibatches: int
+
+
+CHEETAH = Work("HalfCheetah-v5", 8, 256, 10, 32)
+CARTPOLE = Work("CartPole-v1", 8, 128, 4, 4)
+
+
+def environment_alone(work: Work, total: int) -> float:
+    env = gym.make_vec(work.task, num_envs=work.num_envs, vectorization_mode="sync")
+    env.reset(seed=0)
+    env.action_space.seed(0)
+    actions = [env.action_space.sample() for _ in range(64)]
+    started = time.perf_counter()
+    for i in range(total // work.num_envs):
+        env.step(actions[i % 64])
+    return total / (time.perf_counter() - started)
+
+
+def ours(work: Work, total: int, *, compile_it: bool, **env_options: Any) -> float:
+    torch.manual_seed(0)
+    acceleration = Acceleration(compile=compile_it)
+    env = make_env(work.task, work.num_envs, **env_options)
+    policy = ActorCritic.for_env(env)
+    cfg = PPOConfig(
+        num_steps=work.num_steps,
+        num_epochs=work.epochs,
+        num_minibatches=work.minibatches,
+        normalize_advantage="minibatch",
+    )
+    algorithm = PPO(policy=policy, cfg=cfg, acceleration=acceleration)
+    collector = SyncCollector(env, policy, keep=PPO.required_keys, seed=0, acceleration=acceleration)
+    for _ in range(3):
+        algorithm.update(collector.collect(work.num_steps))
+    iterations = max(1, total // (work.num_steps * work.num_envs))
+    started = time.perf_counter()
+    for _ in range(iterations):
+        algorithm.update(collector.collect(work.num_steps))
+    seconds = time.perf_counter() - started
+    env.close()
+    return iterations * work.num_steps * work.num_envs / seconds
+
+
+def sb3(work: Work, total: int) -> float:
+    import stable_baselines3
+    from stable_baselines3.common.env_util import make_vec_env
+
+    env = make_vec_env(work.task, n_envs=work.num_envs, seed=0)
+    batch = work.num_steps * work.num_envs
+    model = stable_baselines3.PPO(
+        "MlpPolicy", env, n_steps=work.num_steps, batch_size=batch // work.minibatches, n_epochs=work.epochs,
+        device="cpu", seed=0,
+    )  # fmt: skip
+    model.learn(batch)
+    started = time.perf_counter()
+    model.learn(total)
+    return total / (time.perf_counter() - started)
+
+
+def rsl(work: Work, total: int) -> float:
+    from rsl_rl.runners import OnPolicyRunner
+    from tensordict import TensorDict
+
+    class Env:
+        def __init__(self) -> None:
+            self.inner = gym.make_vec(work.task, num_envs=work.num_envs, vectorization_mode="sync")
+            self.num_envs, self.device, self.max_episode_length = work.num_envs, "cpu", 1000
+            self.num_actions = int(np.prod(self.inner.single_action_space.shape or (1,)))
+            self.episode_length_buf = torch.zeros(work.num_envs)
+            self.cfg: dict[str, Any] = {}
+            self.obs, _ = self.inner.reset(seed=0)
+
+        def get_observations(self) -> TensorDict:
+            obs = torch.as_tensor(self.obs, dtype=torch.float32)
+            return TensorDict({"policy": obs}, batch_size=[work.num_envs])
+
+        def step(self, action: torch.Tensor) -> tuple[Any, ...]:
+            self.obs, reward, terminated, truncated, _ = self.inner.step(action.numpy().clip(-1, 1))
+            done, late = torch.as_tensor(terminated | truncated), torch.as_tensor(truncated)
+            return self.get_observations(), torch.as_tensor(reward, dtype=torch.float32), done, {"time_outs": late}
+
+    model = {"class_name": "MLPModel", "hidden_dims": [64, 64], "activation": "tanh"}
+    gaussian = {"class_name": "GaussianDistribution", "init_std": 1.0}
+    cfg = {
+        "num_steps_per_env": work.num_steps, "save_interval": 10**9, "check_for_nan": False,
+        "obs_groups": {"actor": ["policy"], "critic": ["policy"]},
+        "algorithm": {
+            "class_name": "PPO", "num_learning_epochs": work.epochs, "num_mini_batches": work.minibatches
+        },
+        "actor": {**model, "distribution_cfg": gaussian}, "critic": dict(model),
+    }  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()):
+        runner = OnPolicyRunner(Env(), cfg, log_dir=None, device="cpu")
+        runner.learn(1)
+        started = time.perf_counter()
+        runner.learn(max(1, total // (work.num_steps * work.num_envs)))
+    return total / (time.perf_counter() - started)
+
+
+def tensor_rollout(num_envs: int = 4096, num_steps: int = 64) -> float:
+    env = make_env("cartpole", num_envs)
+    collector = SyncCollector(env, ActorCritic.for_env(env), keep={"observation", "action"}, seed=0)
+    collector.collect(num_steps)
+    started = time.perf_counter()
+    for _ in range(3):
+        collector.collect(num_steps)
+    return 3 * num_steps * num_envs / (time.perf_counter() - started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer steps: for a look, not for a figure")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    total = 8192 if options.quick else 32768
+    rows: list[dict[str, Any]] = []
+
+    def add(task: str, name: str, speed: float, base: float | None) -> float:
+        rows.append({"task": task, "name": name, "steps_per_second": speed, "ratio": speed / base if base else None})
+        ratio = f"{speed / base:6.2f} x" if base else ""
+        print(f"{task:24} {name:34} {speed:12,.0f} steps/s {ratio}", flush=True)
+        return speed
+
+    for work in (CHEETAH, CARTPOLE):
+        alone = add(work.task, "environment alone", environment_alone(work, total), None)
+        base = add(work.task, "Stable-Baselines3", sb3(work, total), None)
+        if work is CHEETAH:
+            add(work.task, "rsl_rl", rsl(work, total), base)
+        add(work.task, "ours", ours(work, total, compile_it=False), base)
+        add(work.task, "ours, compiled", ours(work, total, compile_it=True), base)
+        if work is CHEETAH:
+            print("ratio to Gymnasium's stepping alone:")
+            many = Work("mujoco/HalfCheetah-v5", 64, 256, 10, 32)
+            speed = ours(many, 4 * total, compile_it=True, num_threads=2)
+            add(many.task, "ours, compiled, 64 environments", speed, alone)
+    add("cartpole (tensors)", "rollout, 4,096 environments", tensor_rollout(), None)
+    print(f"wrote {report.write('ppo_cpu', {'rows': rows, 'quick': options.quick})}")
+
+
+if __name__ == "__main__":
+    main()
