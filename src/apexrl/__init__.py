@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from apexrl.config import Config as Config
     from apexrl.config import load_config as load_config
     from apexrl.envs import GymVecEnv as GymVecEnv
+    from apexrl.envs import MujocoVecEnv as MujocoVecEnv
     from apexrl.envs import RslVecEnv as RslVecEnv
     from apexrl.envs import VecEnv as VecEnv
     from apexrl.envs import check_env as check_env
@@ -44,7 +45,7 @@ _HOME = {
     "algorithms": ("PPO", "BaseAlgorithm", "PPOConfig"),
     "collectors": ("BaseCollector", "SyncCollector"),
     "config": ("Config", "load_config"),
-    "envs": ("GymVecEnv", "RslVecEnv", "VecEnv", "check_env", "make_env"),
+    "envs": ("GymVecEnv", "MujocoVecEnv", "RslVecEnv", "VecEnv", "check_env", "make_env"),
     "evaluation": ("EvaluationResult", "evaluate", "record_video"),
     "metrics": ("EpisodeMetrics", "MetricSpec", "aggregate_metrics", "get_metric_specs_from_env"),
     "models": ("MLPActor", "MLPCritic"),

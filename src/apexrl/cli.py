@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ Overrides = list[tuple[str, str]]
 """``section.key`` and the text given for it."""
 Command = Callable[[argparse.Namespace, Overrides], int]
 COMMANDS = ("train", "eval", "play", "plot", "list", "check-env")
+_NO_MEMORY = re.compile(r"allocate memory|not enough memory|out of memory|Storage size", re.IGNORECASE)
+"""How PyTorch says it; its exception is a plain RuntimeError on the CPU."""
 DESCRIPTION = """\
 Train robot policies with reinforcement learning.
 
@@ -49,6 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         print(f"apexrl: {error.strerror or error}{where}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
+            raise
+        print(
+            "apexrl: There is not enough memory. Lower task.num_envs, algo.num_steps, policy.hidden_dims, "
+            "policy.critic_hidden_dims or policy.memory_dim.",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         print("apexrl: interrupted.", file=sys.stderr)
@@ -217,17 +229,18 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
     else:
         source = source or DEFAULT_PRESET
         config = load_config(source, overrides)
-        run_dir = options.run_dir or run.new_run_dir(Path(source).stem)
-        trainer = run.start(config, run_dir, [console])
+        trainer = run.start(config, options.run_dir, [console], name=Path(source).stem)
+        assert trainer.run_dir is not None
+        run_dir = trainer.run_dir
         console.message(f"Training {config.task.id} with {config.algo.name} in {run_dir}")
     try:
         trainer.learn()
         console.close()
         _finish(trainer, run.resumed_config(run_dir), run_dir)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:
         console.close()
         print(f"\nStopped at step {trainer.total_steps:,}. Resume with: apexrl train --resume {run_dir}")
-        return 130
+        return stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 130
     finally:
         trainer.close()
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -21,6 +22,8 @@ from apexrl.errors import ConfigError, did_you_mean
 from apexrl.models.actor import DistributionName
 
 DEFAULT_PRESET = "lift_ppo"
+MAX_NUM_ENVS, MAX_WIDTH = 2**24, 2**20
+"""Beyond what any machine holds: a typing mistake, better refused than tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,8 @@ class TaskConfig:
     def __post_init__(self) -> None:
         if self.num_envs < 1:
             raise ConfigError(f"task.num_envs must be at least 1, got {self.num_envs}.")
+        if self.num_envs > MAX_NUM_ENVS:
+            raise ConfigError(f"task.num_envs must be at most {MAX_NUM_ENVS}, got {self.num_envs}.")
         if not 0 <= self.num_workers <= self.num_envs:
             raise ConfigError(
                 f"task.num_workers must lie between 0 and task.num_envs ({self.num_envs}), got {self.num_workers}."
@@ -86,8 +91,15 @@ class PolicyConfig:
         for name in ("hidden_dims", "critic_hidden_dims"):
             if any(width < 1 for width in getattr(self, name) or ()):
                 raise ConfigError(f"policy.{name} must hold positive widths, got {list(getattr(self, name))}.")
-        if self.memory_dim < 1:
-            raise ConfigError(f"policy.memory_dim must be at least 1, got {self.memory_dim}.")
+            if any(width > MAX_WIDTH for width in getattr(self, name) or ()):
+                raise ConfigError(
+                    f"policy.{name} must hold widths of at most {MAX_WIDTH}, got {list(getattr(self, name))}."
+                )
+        for name in ("actor_groups", "critic_groups"):
+            if getattr(self, name) == ():
+                raise ConfigError(f"policy.{name} must name at least one group or be null, got [].")
+        if not 1 <= self.memory_dim <= MAX_WIDTH:
+            raise ConfigError(f"policy.memory_dim must be at least 1 and at most {MAX_WIDTH}, got {self.memory_dim}.")
         if not 0 < self.min_std <= self.init_std <= self.max_std:
             raise ConfigError(
                 f"policy.init_std must lie between policy.min_std ({self.min_std}, above 0) and policy.max_std "
@@ -206,7 +218,7 @@ def read_source(source: str) -> dict[str, Any]:
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
     """Parse YAML without tags that could run code."""
     try:
-        raw = yaml.safe_load(text)
+        raw = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not plain YAML: {' '.join(str(error).split())}") from error
     if raw is None:
@@ -214,6 +226,28 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{where} must hold sections ({', '.join(SECTIONS)}), got {type(raw).__name__}.")
     return raw
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain YAML, in which a key stands once and 10:30 is text instead of 630."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Make a mapping, or name the key that is given twice."""
+        seen: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise ConfigError(f"'{key.value}' is given twice, again in line {key.start_mark.line + 1}; keep one.")
+            seen.add(key.value)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+_TIME = ("tag:yaml.org,2002:str", re.compile(r"[-+]?[0-9][0-9_]*(:[0-9]+)+(\.[0-9_]*)?$"))
+_Loader.yaml_implicit_resolvers = {
+    first: [_TIME, *resolvers] for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def with_overrides(raw: Mapping[str, Any], overrides: Iterable[tuple[str, str]]) -> dict[str, Any]:
@@ -231,7 +265,9 @@ def with_overrides(raw: Mapping[str, Any], overrides: Iterable[tuple[str, str]])
                 raise ConfigError(f"'{name}' cannot be set: '{parent}' is {inner!r}, not a section.")
             place = inner
         try:
-            place[last] = yaml.safe_load(text)
+            place[last] = yaml.load(text, _Loader)
+        except ConfigError as error:
+            raise ConfigError(f"--{name}: {error}") from error
         except (yaml.YAMLError, ValueError, RecursionError):
             place[last] = text
     return merged

@@ -17,7 +17,7 @@ from scipy import stats
 from tensordict import TensorDict
 
 from apexrl.envs.base import VecEnv
-from apexrl.errors import EnvError
+from apexrl.errors import EnvError, RunDirError
 from apexrl.metrics import EpisodeMetrics, FinishedEpisodes, evaluation_log_names, fold_episodes
 from apexrl.policies.base import Policy
 from apexrl.rollout import initial_state, make_actor, rollout
@@ -87,15 +87,17 @@ class EvaluationResult:
 
     def summary(self) -> str:
         """Return one line for people."""
-        low, high = self.interval("return")
-        text = f"return {self.mean('return'):.2f} (95 % interval {low:.2f} to {high:.2f})"
+        text = f"return {self.mean('return'):.2f}"
+        if self.num_episodes > 1:
+            low, high = self.interval("return")
+            text += f" (95 % interval {low:.2f} to {high:.2f})"
         if "success_once" in self.episodes:
-            low, high = self.interval("success_once")
-            text += (
-                f", success {100 * self.mean('success_once'):.1f} % ({100 * low:.1f} to {100 * high:.1f} %), "
-                f"at the end {100 * self.mean('success_at_end'):.1f} %"
-            )
-        return f"{text}, over {self.num_episodes} episodes"
+            text += f", success {100 * self.mean('success_once'):.1f} %"
+            if self.num_episodes > 1:
+                low, high = self.interval("success_once")
+                text += f" ({100 * low:.1f} to {100 * high:.1f} %)"
+            text += f", at the end {100 * self.mean('success_at_end'):.1f} %"
+        return f"{text}, over {self.num_episodes} episode{'s' if self.num_episodes > 1 else ''}"
 
     def __float__(self) -> float:
         return self.mean("return")
@@ -154,7 +156,7 @@ def evaluate(
             if num_steps >= max_steps:
                 raise EnvError(
                     f"Evaluation gave up: {int(taken.sum())} of {num_episodes} episodes ended within {max_steps} "
-                    "steps of each environment. Give the task a time limit (task.max_episode_steps)."
+                    "steps of each environment. Give the task a time limit (task.kwargs.max_episode_steps)."
                 )
             batch, carry = rollout(env, actor, carry, min(1000, max_steps), keep=(), until_done=True)
             if record_steps:
@@ -233,7 +235,12 @@ def record_video(
 
     actor = make_actor(policy, env.device, deterministic=True)
     temporary = path.with_suffix(".part.mp4")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch()  # ffmpeg would fail with a page of text
+        temporary.unlink()
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be written: {error.strerror}. Name another place.") from error
     policy.eval()
     writer: Any
     with imageio.get_writer(temporary, fps=fps, macro_block_size=2) as writer:

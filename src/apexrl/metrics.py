@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from apexrl.errors import ConfigError
 from apexrl.types import DONE, METRIC, REWARD
 
 Reduce = Literal["sum", "mean", "max", "min", "last"]
+
+
+RESERVED_NAMES = frozenset({"reward", "done", "return", "episode_len", "success_once", "success_at_end", "fail_once"})
+"""Fields that every episode has; no metric may take their names."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,16 @@ class MetricSpec:
     """How the steps of an episode become one number."""
     group: str = "reward"
     """The prefix under which training logs it; evaluation logs it under ``eval_reward/``."""
+
+    def __post_init__(self) -> None:
+        if self.name in RESERVED_NAMES:
+            raise ConfigError(
+                f"A metric cannot be called '{self.name}': every episode has a field of that name. Rename it."
+            )
+        if self.reduce not in get_args(Reduce):
+            raise ConfigError(
+                f"MetricSpec.reduce of '{self.name}' must be one of {get_args(Reduce)}, got '{self.reduce}'."
+            )
 
 
 def get_metric_specs_from_env(env: Any) -> dict[str, MetricSpec]:
@@ -135,9 +150,11 @@ def aggregate_metrics(
     episode = {"return": segments.reduce("return", reward, "sum")}
     episode["episode_len"] = segments.reduce("episode_len", torch.ones_like(reward), "sum")
     episode["reward"] = episode["return"] / episode["episode_len"]
+    unknown = torch.full_like(reward, torch.nan)
     for name, spec in metric_specs.items():
-        if name in steps:
-            episode.update(_fold(spec, steps[name], segments))
+        # One that was reported before, but not in this rollout, still belongs to episodes that end in it.
+        if name in steps or f"{name}/seen" in episode_metrics.unfinished:
+            episode.update(_fold(spec, steps.get(name, unknown), segments))
     for name, value in episode.items():
         real = segments.ended & ~value.isnan()
         total = torch.stack((torch.where(real, value, 0.0).sum(), real.sum()))
@@ -169,7 +186,8 @@ def _fold(spec: MetricSpec, x: Tensor, segments: _Segments) -> dict[str, Tensor]
         ever = segments.reduce(spec.name, torch.where(known, x, 0.0).clamp(0.0, 1.0), "amax")
         episode = {f"{spec.name}_once": known_only((ever > 0).double())}
         if spec.name == "success":
-            episode["success_at_end"] = segments.last(x)
+            last = segments.last(x)
+            episode["success_at_end"] = torch.where(last.isnan(), last, (last > 0).double())
         return episode
     if spec.reduce == "last":
         return {spec.name: segments.last(x)}

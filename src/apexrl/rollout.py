@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.envs.base import VecEnv
+from apexrl.errors import EnvError
 from apexrl.policies.base import Policy
 from apexrl.types import (
     ACTION,
@@ -131,11 +132,22 @@ def _successors(batch: TensorDict, last: Observation, finals: dict[int, Observat
 
 
 def _choose(condition: Tensor, where_true: Any, where_false: Any) -> Any:
-    if isinstance(where_true, Tensor):
+    tensors = [isinstance(where_true, Tensor), isinstance(where_false, Tensor)]
+    if all(tensors) and where_true.shape == where_false.shape:
         mask = condition.view(*condition.shape, *[1] * (where_true.ndim - condition.ndim))
         return torch.where(mask, where_true, where_false)
+    # torch.where would spread one group, or one number, over all of the others.
+    if any(tensors) or set(where_true.keys()) != set(where_false.keys()):
+        raise EnvError(
+            "final_obs must have the groups and shapes of the observation: "
+            f"it is {_layout(where_true)}, the observation {_layout(where_false)}."
+        )
     chosen = {key: _choose(condition, value, where_false[key]) for key, value in where_true.items()}
     return TensorDict(chosen, batch_size=where_true.batch_size)
+
+
+def _layout(obs: Any) -> str:
+    return str(list(obs.shape)) if isinstance(obs, Tensor) else f"groups {sorted(obs.keys())}"
 
 
 class _Columns:

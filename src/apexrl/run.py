@@ -18,12 +18,12 @@ import torch
 import yaml
 
 from apexrl.agent import Trainer, checkpoint
-from apexrl.agent.on_policy_runner import find_device
 from apexrl.algorithms import ALGORITHMS, BaseAlgorithm
+from apexrl.algorithms.base import find_device
 from apexrl.collectors import SyncCollector
 from apexrl.config import Config, PolicyConfig, make_config, parse_yaml, with_overrides
 from apexrl.envs import VecEnv, make_env
-from apexrl.errors import ApexRLError, ConfigError, RunDirError
+from apexrl.errors import ApexRLError, CheckpointError, ConfigError, RunDirError
 from apexrl.graphs import Acceleration
 from apexrl.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger, cut_json_lines
 from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic
@@ -32,15 +32,41 @@ from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic
 RESUMABLE_SECTIONS = ("training", "logging", "features")
 
 
-def start(config: Config, run_dir: Path, loggers: Sequence[Logger] = ()) -> Trainer:
-    """Make a trainer in a new run directory, which gets the whole configuration."""
+def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), *, name: str = "run") -> Trainer:
+    """Make a trainer in a new run directory, which gets the whole configuration.
+
+    Args:
+        config: of the run.
+        run_dir: a directory that is empty or not there yet; None makes ``runs/<name>-<time>``.
+        loggers: more places for the numbers, besides the files of the run.
+        name: used when ``run_dir`` is None.
+    """
+    made = run_dir is None or not run_dir.exists()
+    if run_dir is None:
+        run_dir = new_run_dir(name)
     _claim(run_dir)
+    trainer = None
     try:
         _write_config(run_dir, config)
-        return make_trainer(config, run_dir, loggers)
+        trainer = make_trainer(config, run_dir, loggers)
+        trainer.loggers[:0] = file_loggers(config, run_dir)
     except BaseException:
-        shutil.rmtree(run_dir, ignore_errors=True)  # it was empty
+        if trainer is not None:
+            trainer.close()
+        _clear(run_dir)
+        if made:
+            run_dir.rmdir()
         raise
+    return trainer
+
+
+def _clear(run_dir: Path) -> None:
+    """Delete what a failed start wrote into a directory that was empty."""
+    for path in run_dir.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def new_run_dir(name: str) -> Path:
@@ -65,10 +91,14 @@ def resume(run_dir: Path, overrides: Iterable[tuple[str, str]] = (), loggers: Se
     """
     config = resumed_config(run_dir, overrides)
     paths = checkpoint.numbered(run_dir / "checkpoints")
-    first_step = checkpoint.load(paths[-1])["total_steps"] + 1 if paths else 0
-    trainer = make_trainer(config, run_dir, loggers, purge_step=first_step)
-    if paths:
-        trainer.load_checkpoint(paths[-1].name)
+    trainer = make_trainer(config, run_dir, loggers)
+    try:
+        if paths:
+            trainer.load_checkpoint(paths[-1].name)
+        trainer.loggers[:0] = file_loggers(config, run_dir, purge_step=trainer.total_steps + 1 if paths else 0)
+    except BaseException:
+        trainer.close()
+        raise
     cut_json_lines(run_dir / "metrics.jsonl", trainer.iteration)
     # The checkpoint knows how many evaluations came before it: the one at the end of training came after.
     cut_json_lines(run_dir / "evaluations.jsonl", trainer.iteration, max_lines=trainer.num_evaluations)
@@ -97,10 +127,28 @@ def resumed_config(run_dir: Path, overrides: Iterable[tuple[str, str]] = ()) -> 
     return after
 
 
-def make_trainer(
-    config: Config, run_dir: Path, loggers: Sequence[Logger] = (), purge_step: int | None = None
-) -> Trainer:
-    """Make environment, policy, algorithm and loggers for a configuration."""
+def file_loggers(config: Config, run_dir: Path, purge_step: int | None = None) -> list[Logger]:
+    """Make the loggers that write into the run directory; with ``purge_step`` TensorBoard hides what came later."""
+    files: list[Logger] = [JsonlLogger(run_dir / "metrics.jsonl")]
+    # Weights & Biases may refuse to start, so it comes before TensorBoard, which makes a file at once.
+    if config.logging.wandb != "disabled":
+        files.append(
+            WandbLogger(
+                run_dir,
+                project=config.logging.wandb_project,
+                mode=config.logging.wandb,
+                run_id=_wandb_id(run_dir),
+                name=run_dir.resolve().name,
+                config=config.to_dict(),
+            )
+        )
+    if config.logging.tensorboard:
+        files.append(TensorBoardLogger(run_dir, purge_step))
+    return files
+
+
+def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = ()) -> Trainer:
+    """Make environment, policy, algorithm and trainer for a configuration; ``file_loggers`` are added apart."""
     device = prepare_device(config)
     torch.manual_seed(config.training.seed)
     random.seed(config.training.seed)
@@ -114,27 +162,13 @@ def make_trainer(
     algorithm: BaseAlgorithm = make(policy=policy, cfg=config.algo, acceleration=acceleration)
     keep, seed = algorithm.required_keys, config.training.seed
     collector = SyncCollector(env, policy, keep=keep, seed=seed, acceleration=acceleration)
-    files: list[Logger] = [JsonlLogger(run_dir / "metrics.jsonl")]
-    if config.logging.tensorboard:
-        files.append(TensorBoardLogger(run_dir, purge_step))
-    if config.logging.wandb != "disabled":
-        files.append(
-            WandbLogger(
-                run_dir,
-                project=config.logging.wandb_project,
-                mode=config.logging.wandb,
-                run_id=_wandb_id(run_dir),
-                name=run_dir.resolve().name,
-                config=config.to_dict(),
-            )
-        )
     return Trainer(
         env,
         policy,
         algorithm,
         config.training,
         collector=collector,
-        loggers=[*files, *loggers],
+        loggers=loggers,
         run_dir=run_dir,
         save_dir=run_dir / "checkpoints",
         log_interval=config.logging.log_interval,
@@ -166,7 +200,10 @@ def load_trained(source: Path) -> TrainedPolicy:
     content = checkpoint.load(source)
     if not content["config"]:
         raise ConfigError(f"{source} holds no configuration: it was saved by a runner, not by 'apexrl train'.")
-    config = make_config(content["config"])
+    try:
+        config = make_config(content["config"])
+    except ConfigError as error:
+        raise CheckpointError(f"{source} cannot be used: its 'config' does not fit: {error}") from error
     try:
         device = prepare_device(config)
     except ConfigError:  # trained on a device that this machine does not have

@@ -329,6 +329,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["train", "--algo.gamma", "--algo.lam", "1"], ["--algo.gamma", "needs a value"]),
         (["train", "--algo.gamma=2"], ["algo.gamma", "[0, 1]", "2"]),
         (["train", "--task.num_envs", "many"], ["task.num_envs", "integer", "'many'"]),
+        (["train", "--task.num_envs", "10000000000"], ["task.num_envs", "at most", "10000000000"]),
+        (["train", "--policy.hidden_dims", "[10000000000]"], ["policy.hidden_dims", "at most", "10000000000"]),
+        (["train", "--policy.hidden_dims", "[1000000, 1000000]"], ["memory", "policy.hidden_dims", "task.num_envs"]),
+        (["train", "--training.total_timesteps", "10:30"], ["training.total_timesteps", "integer", "'10:30'"]),
         (["train", "--task.id", "Acrobott-v1"], ["'Acrobott-v1'", "Did you mean 'Acrobot-v1'?"]),
         (["train", "--task.id", ".x:y"], ["'.x:y'"]),
         (["train", "--task.id", "lfit"], ["'lfit'", "Did you mean 'lift'?"]),
@@ -396,6 +400,24 @@ def test_a_directory_that_is_not_empty_is_left_alone(run_copy: Path, capsys: pyt
     assert f"--run-dir {run_copy} is not empty" in message
     assert f"--resume {run_copy}" in message
     assert tree(run_copy) == before
+
+
+def test_a_start_that_fails_leaves_the_directory_of_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    for name in ("mine", "new"):
+        refused(capsys, "train", *TINY, "--training.device", "nonsense", "--run-dir", str(tmp_path / name))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert tree(tmp_path) == {}
+
+
+def test_a_video_that_cannot_be_written_is_named(
+    lift: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    path = tmp_path / "file" / "video.mp4"
+    assert f"{path} cannot be written" in refused(capsys, "play", str(lift), "--output", str(path))
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -485,6 +507,43 @@ def _other_shape(path: Path) -> None:
     torch.save(content, path)
 
 
+def _with(part: str, value: Any) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        torch.save({**checkpoint.load(path), part: value}, path)
+
+    return spoil
+
+
+def _other_moments(path: Path) -> None:
+    content = checkpoint.load(path)
+    content["algorithm"]["optimizer"]["state"]["mean"] = torch.zeros(1)  # a copy would stretch it
+    torch.save(content, path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "part"),
+    [
+        (_with("policy", None), "policy"),
+        (_with("algorithm", {}), "algorithm"),
+        (_other_moments, "algorithm"),
+        (_with("rng", {}), "rng"),
+        (_with("collector", {}), "collector"),
+        (_with("iteration", "x"), "iteration"),
+        (_with("config", [1]), "config"),
+    ],
+)
+def test_a_run_is_not_resumed_from_a_checkpoint_with_a_bad_part(
+    spoil: Callable[[Path], None], part: str, run_copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkpoint.latest(run_copy / "checkpoints")
+    spoil(path)
+    before = tree(run_copy)
+    message = refused(capsys, "train", "--resume", str(run_copy))
+    assert f"its '{part}'" in message
+    assert str(path) in message
+    assert tree(run_copy) == before
+
+
 @pytest.mark.parametrize(
     ("spoil", "parts"),
     [
@@ -535,9 +594,9 @@ def test_a_run_whose_config_was_changed_is_not_resumed(run_copy: Path, capsys: p
     config = yaml.safe_load((run_copy / "config.yaml").read_text())
     config["policy"]["hidden_dims"] = [9]
     (run_copy / "config.yaml").write_text(yaml.safe_dump(config))
-    before = (run_copy / "metrics.jsonl").read_bytes()
+    before = tree(run_copy)
     assert "does not fit this policy" in refused(capsys, "train", "--resume", str(run_copy))
-    assert (run_copy / "metrics.jsonl").read_bytes() == before
+    assert tree(run_copy) == before
 
 
 def test_a_missing_checkpoint_is_named(run_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -286,15 +286,19 @@ def test_kill_9_from_outside(long_lift: Path, tmp_path: Path) -> None:
     assert_same_run(tmp_path / "killed", long_lift)
 
 
-def test_ctrl_c_saves_and_says_how_to_resume(long_lift: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_says_how_to_resume(
+    number: signal.Signals, code: int, long_lift: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "stopped"
     process = _start(run_dir)
     _wait_for_lines(process, run_dir, 10)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    assert process.returncode == code, errors
     assert f"apexrl train --resume {run_dir}" in output
     assert "Stopping after this iteration" in errors
+    assert ("press Ctrl-C again" in errors) == (number == signal.SIGINT)
     assert "Traceback" not in errors
     saved = checkpoint.load(checkpoint.latest(run_dir / "checkpoints"))
     assert saved["iteration"] == numbers(run_dir)[-1]["iteration"] < 150
@@ -344,11 +348,18 @@ def test_the_command_that_started_a_run_resumes_it_too(lift: Path, tmp_path: Pat
     assert_same_run(run_dir, lift)
 
 
-def test_a_resume_that_fails_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("why", ["truncated", "shape"])
+def test_a_resume_that_fails_changes_nothing(why: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
     assert train("lift_ppo", LIFT, run_dir, Kill("apexrl.loggers.jsonl:append_json_line", 5)) == -signal.SIGKILL
     newest = checkpoint.latest(run_dir / "checkpoints")
-    newest.write_bytes(newest.read_bytes()[:1000])
+    if why == "truncated":
+        newest.write_bytes(newest.read_bytes()[:1000])
+    else:
+        content = checkpoint.load(newest)
+        name = next(iter(content["policy"]))
+        content["policy"][name] = torch.zeros(1, 2, 3)
+        torch.save(content, newest)
     files = sorted(path for path in run_dir.rglob("*") if path.is_file())
     before = [path.read_bytes() for path in files]
     assert resume(run_dir) == 2

@@ -65,6 +65,15 @@ def test_the_batch_has_the_documented_keys_and_shapes() -> None:
     assert rollout["action"].shape == (8, 4, 1)
 
 
+def test_the_update_adds_advantage_and_return_to_the_batch() -> None:
+    env = make_env("pendulum", 4)
+    algorithm = PPO(env, PPOConfig(normalize_advantage="none"))
+    rollout = SyncCollector(env, algorithm.policy).collect(8)
+    algorithm.update(rollout)
+    assert rollout["advantage"].shape == rollout["return"].shape == (8, 4, 1)
+    torch.testing.assert_close(rollout["return"], rollout["advantage"] + rollout["value"])
+
+
 def test_the_trainer_collects_and_updates() -> None:
     env = make_env("pendulum", 4)
     policy = ActorCritic.for_env(env)

@@ -8,11 +8,14 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+from apexrl.agent import Trainer
 from apexrl.agent.on_policy_runner import OnPolicyRunner
 from apexrl.algorithms.ppo import PPO, PPOConfig
 from apexrl.envs import RslVecEnv
 from apexrl.errors import CheckpointError, ConfigError
+from apexrl.loggers import read_json_lines
 from apexrl.models import MLPActor, MLPCritic
+from apexrl.policies import RecurrentActorCritic
 
 
 class WalkingRobot:
@@ -174,7 +177,8 @@ def test_evaluation_leaves_the_training_environments_untouched() -> None:
     assert torch.equal(robot.time, time)
 
 
-def test_a_ready_made_agent(env: RslVecEnv, tmp_path: Path) -> None:
+def test_a_ready_made_agent(tmp_path: Path) -> None:
+    env = WalkingRobot()
     cfg = PPOConfig(learning_rate=3e-4)
     agent = PPO(
         env=env,
@@ -192,6 +196,67 @@ def test_a_ready_made_agent(env: RslVecEnv, tmp_path: Path) -> None:
     assert runner.agent is agent
     with pytest.raises(ConfigError, match="another cfg"):
         OnPolicyRunner(agent=agent, env=env, cfg=PPOConfig(learning_rate=1e-3))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"actor_cfg": {"hidden_dims": [8]}}, {"critic_cfg": {}}, {"device": "cpu"}, {"algorithm": "sac"},
+     {"actor_class": torch.nn.Identity}, {"critic_class": torch.nn.Identity}],
+    ids=str,
+)  # fmt: skip
+def test_what_a_ready_made_agent_would_ignore_is_refused(option: dict[str, Any], env: RslVecEnv) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(option))} would have no effect"):
+        OnPolicyRunner(agent=PPO(env=env), env=env, **option)
+
+
+def test_an_agent_finds_its_device_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("apexrl.algorithms.ppo.find_device", lambda: torch.device("meta"))
+    assert PPO(env=WalkingRobot(), device="cpu").policy.device.type == "cpu"
+    assert PPO(env=WalkingRobot()).policy.device.type == "meta"
+
+
+def test_a_trainer_and_a_rollout_take_the_raw_environment() -> None:
+    robot, other = WalkingRobot(), WalkingRobot()
+    agent = PPO(env=robot, device="cpu")
+    trainer = Trainer(robot, agent.policy, agent, eval_env=other)
+    trainer.learn(4 * 32)
+    assert trainer.evaluate(4).num_episodes == 4
+    runner = OnPolicyRunner(env=robot, agent=agent)
+    assert runner.rollout(None, 3, envs=robot)[1] is not None
+    assert robot.time.tolist() == [3] * 4
+    obs, _, _ = runner.rollout(None, 3, envs=other)
+    runner.rollout(obs, 2, envs=other)
+    assert (robot.time.tolist(), other.time.tolist()) == ([3] * 4, [5] * 4)
+
+
+@pytest.mark.parametrize("interval", [0, -1])
+def test_an_impossible_log_interval_is_refused(interval: int, env: RslVecEnv) -> None:
+    with pytest.raises(ConfigError, match=f"log_interval must be at least 1, got {interval}"):
+        OnPolicyRunner(env=env, device="cpu", log_interval=interval)
+
+
+def test_a_second_run_in_the_same_place_starts_the_logs_anew(tmp_path: Path) -> None:
+    for iterations in (3, 2):
+        runner = OnPolicyRunner(env=WalkingRobot(), device="cpu", log_dir=tmp_path, log_interval=1, eval_interval=1)
+        runner.learn(4 * 32 * iterations)
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        assert [line["iteration"] for line in read_json_lines(tmp_path / name)] == [1, 2]
+
+
+def test_a_recurrent_policy_values_what_another_function_does(env: RslVecEnv) -> None:
+    policy = RecurrentActorCritic.for_env(env)
+    runner = OnPolicyRunner(env=env, agent=PPO(policy=policy))
+    _, batch, _ = runner.rollout(None, 5, policy_fn=lambda obs: (torch.ones(4, 2), torch.zeros(4, 1), None))
+    assert batch is not None
+    assert (batch["action"] == 1).all()
+    # The memory starts empty and goes on with every observation, as when the policy itself acts.
+    carry = {"observation": batch["observation"][0], **policy.initial_state(4)}
+    for t in range(1, 5):
+        memory = {name: value for name, value in policy.act(carry).items() if name in carry}
+        carry = {"observation": batch["observation"][t], **memory}
+        for name, value in memory.items():
+            torch.testing.assert_close(batch[name][t], value)
+    runner.algorithm.update(batch)
 
 
 def test_an_unknown_algorithm_names_the_known_ones(env: RslVecEnv) -> None:

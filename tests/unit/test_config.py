@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -151,6 +152,11 @@ def test_numbers_in_scientific_notation_are_numbers_also_where_yaml_reads_text(t
         ({"task": {"num_envs": 0}}, ["task.num_envs", "at least 1", "0"]),
         ({"policy": {"hidden_dims": [64, 0]}}, ["policy.hidden_dims", "positive", "[64, 0]"]),
         ({"policy": {"memory_dim": 0}}, ["policy.memory_dim", "at least 1", "0"]),
+        ({"policy": {"memory_dim": 10**10}}, ["policy.memory_dim", "at most 1048576", str(10**10)]),
+        ({"policy": {"hidden_dims": [10**10]}}, ["policy.hidden_dims", "at most 1048576", str(10**10)]),
+        ({"task": {"num_envs": 10**10}}, ["task.num_envs", "at most 16777216", str(10**10)]),
+        ({"policy": {"actor_groups": []}}, ["policy.actor_groups must name at least one group or be null"]),
+        ({"policy": {"critic_groups": []}}, ["policy.critic_groups must name at least one group or be null"]),
         ({"policy": {"init_std": 20}}, ["policy.init_std", "policy.max_std", "20"]),
         ({"training": {"total_timesteps": 0}}, ["training.total_timesteps", "at least 1", "0"]),
         ({"training": {"seed": -1}}, ["training.seed", "negative", "-1"]),
@@ -338,3 +344,45 @@ def test_configurations_cannot_be_changed_in_place() -> None:
     config = Config()
     with pytest.raises(AttributeError):
         config.algo.gamma = 0.5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line"),
+    [("task: {}\nalgo: {}\ntask: {}", "task", 3), ("algo:\n  gamma: 0.9\n  gamma: 0.8", "gamma", 3)],
+)
+def test_a_key_that_is_given_twice_is_named(text: str, key: str, line: int) -> None:
+    with pytest.raises(ConfigError, match=f"^my.yaml .*'{key}' is given twice, again in line {line}; keep one"):
+        parse_yaml(text, "my.yaml")
+    with pytest.raises(ConfigError, match=r"--task\.kwargs: 'a' is given twice"):
+        with_overrides({}, [("task.kwargs", "{a: 1, a: 2}")])
+
+
+@pytest.mark.parametrize("text", ["10:30", "1:30.5"])
+def test_a_time_is_no_number(text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"training\.total_timesteps: .*valid integer.*, got '{text}'"):
+        load_config("lift_ppo", [("training.total_timesteps", text)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0",
+        "-3",
+        "1_000",
+        "0x1F",
+        "017",
+        "0b11",
+        "1.5",
+        "-2.",
+        ".5",
+        "1.0e+3",
+        "-.inf",
+        ".inf",
+        "ten",
+        "null",
+        "true",
+        "08",
+    ],
+)
+def test_other_scalars_are_read_as_yaml_reads_them(text: str) -> None:
+    assert parse_yaml(f"a: {text}", "x") == yaml.safe_load(f"a: {text}")

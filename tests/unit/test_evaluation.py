@@ -70,6 +70,11 @@ def test_the_result_is_a_number_and_a_sentence() -> None:
     assert "2 episodes" in str(result)
 
 
+def test_one_episode_has_no_interval() -> None:
+    one = EvaluationResult({name: np.ones(1) for name in ("return", "success_once", "success_at_end")})
+    assert str(one) == "return 1.00, success 100.0 %, at the end 100.0 %, over 1 episode"
+
+
 def test_evaluation_repeats_and_leaves_the_random_state_alone() -> None:
     env = make_env("lift", 4)
     policy = ActorCritic.for_env(env)

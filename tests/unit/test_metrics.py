@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from apexrl.errors import ConfigError
 from apexrl.metrics import (
     EpisodeMetrics,
     MetricSpec,
@@ -108,6 +109,30 @@ def test_a_missing_metric_is_left_out_of_means_not_counted_as_zero() -> None:
     assert episodes["grasp_reward"][0] == 4.0
     assert math.isnan(episodes["grasp_reward"][1])
     assert metrics.means()["grasp_reward"].item() == 4.0
+
+
+def test_a_metric_that_one_rollout_does_not_report_stays_with_its_episode() -> None:
+    metrics, specs = EpisodeMetrics(), [MetricSpec("height", "sum")]
+    fold(metrics, specs, reward=steps(0.0, 0.0), done=steps(False, False), height=steps(5.0, 5.0))
+    assert fold(metrics, specs, reward=steps(0.0), done=steps(True))["height"] == [10.0]
+    episodes = fold(metrics, specs, reward=steps(0.0, 0.0), done=steps(False, True), height=steps(1.0, 1.0))
+    assert episodes["height"] == [2.0]
+
+
+def test_success_counts_as_reached_or_not_also_when_it_is_a_fraction() -> None:
+    episodes = fold(EpisodeMetrics(), [MetricSpec("success")], reward=steps(0.0), done=steps(True), success=steps(0.5))
+    assert (episodes["success_once"], episodes["success_at_end"]) == ([1.0], [1.0])
+
+
+@pytest.mark.parametrize("name", ["reward", "return", "episode_len", "done", "success_once"])
+def test_names_of_episode_fields_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot be called '{name}'"):
+        MetricSpec(name)
+
+
+def test_an_unknown_reduction_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must be one of"):
+        MetricSpec("height", "median")  # type: ignore[arg-type]
 
 
 def test_means_cover_everything_since_clear() -> None:

@@ -1,13 +1,15 @@
 from pathlib import Path
 
+import pytest
 import torch
 from tensordict import TensorDict
 from tests.scripted import ScriptedEnv
 from torch import Tensor
 
 import apexrl
+from apexrl.errors import EnvError
 from apexrl.rollout import rollout
-from apexrl.types import Carry
+from apexrl.types import Carry, EnvStep
 
 
 def constant_actor(carry: Carry) -> dict[str, Tensor]:
@@ -97,13 +99,28 @@ def test_nothing_in_the_batch_needs_gradients() -> None:
     assert not batch["action"].requires_grad
 
 
-def test_the_environment_is_stepped_in_one_place_of_the_package() -> None:
+def test_a_final_observation_of_another_shape_is_refused() -> None:
+    class Narrow(ScriptedEnv):
+        def step(self, action: Tensor) -> EnvStep:
+            step = super().step(action)
+            return step._replace(final_obs=torch.zeros(1, 1))  # would be spread over both columns
+
+    with pytest.raises(EnvError, match=r"it is \[1, 1\], the observation \[1, 2\]"):
+        run(Narrow([2], [True]), 3)
+
+
+def places_with(*words: str) -> list[str]:
     source = Path(apexrl.__file__).parent
-    places = [
-        f"{path.relative_to(source)}:{number}"
+    return [
+        str(path.relative_to(source))
         for path in sorted(source.rglob("*.py"))
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if "env.step" in line or "envs.step" in line
+        for line in path.read_text().splitlines()
+        if any(word in line for word in words)
     ]
-    assert len(places) == 1, places
-    assert places[0].startswith("rollout.py:")
+
+
+def test_the_environment_is_stepped_in_one_place_of_the_package() -> None:
+    assert places_with("env.step", "envs.step") == ["rollout.py"]
+    # The one exception: check_env lies below rollout, so it steps the environment that it tries by itself.
+    assert set(places_with("subject.step")) == {"envs/check.py"}
+    assert places_with("methodcaller") == []

@@ -15,16 +15,24 @@ import numpy as np
 import torch
 from torch import nn
 
-from apexrl.errors import CheckpointError
+from apexrl.errors import CheckpointError, EnvStateError
 
 FORMAT = 1
 """Version of the layout; a reader refuses newer ones and migrates older ones."""
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """Format -> what turns a checkpoint of it into one of the next format."""
-KEYS = (
-    "policy", "algorithm", "collector", "env", "rng", "iteration", "total_steps", "num_evaluations", "config"
-)  # fmt: skip
-"""What every checkpoint holds."""
+KEYS: dict[str, tuple[type, ...]] = {
+    "policy": (dict,),
+    "algorithm": (dict,),
+    "collector": (dict,),
+    "env": (dict, type(None)),
+    "rng": (dict,),
+    "iteration": (int,),
+    "total_steps": (int,),
+    "num_evaluations": (int,),
+    "config": (dict,),
+}
+"""What every checkpoint holds, and as what."""
 _NUMBERED = re.compile(r"iteration_(\d+)\.pt")
 
 
@@ -82,6 +90,11 @@ def load(path: Path) -> dict[str, Any]:
     missing = [key for key in KEYS if key not in content]
     if missing:
         raise CheckpointError(f"{path} was not written by apexrl: it lacks {', '.join(missing)}.")
+    for key, kinds in KEYS.items():
+        value = content[key]
+        if not isinstance(value, kinds) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
+            wanted = "a count" if int in kinds else "a mapping"
+            raise CheckpointError(f"{path} is damaged: its '{key}' must be {wanted}, got {value!r}. Use another one.")
     checked: dict[str, Any] = content
     return checked
 
@@ -98,6 +111,30 @@ def latest(directory: Path) -> Path:
     if not paths:
         raise CheckpointError(f"There is no checkpoint in {directory}; the run stopped before its first one.")
     return paths[-1]
+
+
+@contextmanager
+def restoring(part: str, path: Path) -> Iterator[None]:
+    """Name the part and the file when something in the block fails, unless an environment itself says why."""
+    try:
+        yield
+    except EnvStateError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be used: its '{part}' does not fit ({type(error).__name__}: {error}). Use another one."
+        ) from error
+
+
+def check_shapes(own: Mapping[str, Any], given: Mapping[str, Any], name: str) -> None:
+    """Raise when tensors have another shape than ours: copying would stretch some of them silently."""
+    for key, value in own.items():
+        other = given[key]
+        if isinstance(value, Mapping):
+            check_shapes(value, other, f"{name}.{key}")
+        elif isinstance(value, torch.Tensor) and getattr(other, "shape", None) != value.shape:
+            found = list(other.shape) if isinstance(other, torch.Tensor) else repr(other)
+            raise ValueError(f"{name}.{key} is {found} there and {list(value.shape)} here")
 
 
 def load_module(module: nn.Module, state: Mapping[str, Any], path: Path) -> None:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from apexrl.agent.trainer import Trainer, TrainingConfig
 from apexrl.algorithms import ALGORITHMS, BaseAlgorithm
+from apexrl.algorithms.base import find_device
 from apexrl.collectors.sync import add_values
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.errors import ConfigError, did_you_mean
 from apexrl.evaluation import StepRows, extend_rows
-from apexrl.loggers import JsonlLogger, Logger, TensorBoardLogger
+from apexrl.loggers import JsonlLogger, Logger, TensorBoardLogger, cut_json_lines
 from apexrl.metrics import EpisodeMetrics, fold_episodes
 from apexrl.models import MLPActor, MLPCritic
 from apexrl.rollout import initial_state, make_actor, rollout
@@ -35,7 +36,8 @@ class OnPolicyRunner(Trainer):
         critic_cfg: options of the critic.
         log_dir: where ``metrics.jsonl``, ``evaluations.jsonl`` and TensorBoard events go; None logs nothing.
         save_dir: where checkpoints go; None saves none.
-        device: of the policy; CUDA when there is one, when not given.
+        device: of the policy; CUDA when there is one, when not given. With ``agent`` this and the options above, from
+            ``algorithm`` to ``critic_cfg``, are refused: the agent has its own.
         log_interval: iterations between logged ones.
         save_interval: iterations between checkpoints; 0 saves only at the end.
         log_reward_components: log what the environment declares as components of its reward.
@@ -64,7 +66,7 @@ class OnPolicyRunner(Trainer):
         agent: BaseAlgorithm | None = None,
         cfg: Any = None,
         *,
-        eval_env: VecEnv | None = None,
+        eval_env: Any = None,
         eval_interval: int = 0,
         seed: int = 0,
         loggers: tuple[Logger, ...] = (),
@@ -86,7 +88,22 @@ class OnPolicyRunner(Trainer):
                 critic_cfg=critic_cfg,
                 device=device or find_device(),
             )
-        elif cfg is not None and cfg != getattr(agent, "cfg", cfg):
+        else:
+            given = {
+                "algorithm": algorithm != "ppo",
+                "actor_class": actor_class is not MLPActor,
+                "critic_class": critic_class is not MLPCritic,
+                "actor_cfg": actor_cfg is not None,
+                "critic_cfg": critic_cfg is not None,
+                "device": device is not None,
+            }
+            useless = [name for name, is_given in given.items() if is_given]
+            if useless:
+                raise ConfigError(
+                    f"OnPolicyRunner got a ready-made agent, with which {', '.join(useless)} would have no effect; "
+                    "leave them out, or give them to the agent."
+                )
+        if cfg is not None and cfg != getattr(agent, "cfg", cfg):
             raise ConfigError("OnPolicyRunner got an agent and another cfg than the agent's; leave cfg out.")
         if log_dir is not None:
             log_dir = Path(log_dir)
@@ -106,6 +123,7 @@ class OnPolicyRunner(Trainer):
         )
         self.agent = agent
         self.eval_episode_metrics = EpisodeMetrics()
+        self._rollout_envs: dict[int, VecEnv] = {}
         self._memories: dict[int, dict[str, Tensor]] = {}
 
     @property
@@ -117,11 +135,18 @@ class OnPolicyRunner(Trainer):
         """Evaluate deterministically on separate environments; returns numbers by log name."""
         return self.evaluate(num_episodes, deterministic=True).logs()
 
+    def learn(self, total_timesteps: int | None = None) -> None:
+        """Train as ``Trainer.learn`` does; lines of another run after the current iteration leave the logs."""
+        if self.run_dir is not None:
+            cut_json_lines(self.run_dir / "metrics.jsonl", self.iteration)
+            cut_json_lines(self.run_dir / "evaluations.jsonl", self.iteration, max_lines=self.num_evaluations)
+        super().learn(total_timesteps)
+
     def rollout(
         self,
         obs: Observation | None,
         num_steps: int,
-        envs: VecEnv | None = None,
+        envs: Any = None,
         policy_fn: Callable[[Observation], tuple[Tensor | None, ...]] | None = None,
         collect_for_training: bool = True,
         record_step_data: bool = False,
@@ -131,7 +156,7 @@ class OnPolicyRunner(Trainer):
         Args:
             obs: where to start; None resets the environments.
             num_steps: steps to take.
-            envs: the training environments when not given.
+            envs: as ``env`` of the runner; the training environments when not given.
             policy_fn: returns ``(action, log_prob, value)`` or ``(action, log_prob, entropy, value)``, of which all but
                 the action may be None; the sampling policy when not given.
             collect_for_training: return the batch that ``algorithm.update`` takes.
@@ -140,15 +165,14 @@ class OnPolicyRunner(Trainer):
         Returns:
             The next observation, the batch ``[T, N]`` or None, and the rows by environment or None.
         """
-        envs = envs or self.env
+        envs = self._vec_env(envs)
         carry: Carry = {OBSERVATION: envs.reset() if obs is None else obs}
-        if policy_fn is None:
-            actor = make_actor(self.policy, envs.device)
-            # The caller passes observations alone, so the memory of a recurrent policy is kept here between calls.
-            known = self._memories.get(id(envs)) if obs is not None else None
-            carry.update(known or initial_state(self.policy, envs))
-        else:
-            actor = _actor_from(policy_fn)
+        # The caller passes observations alone, so the memory of a recurrent policy is kept here between calls.
+        known = self._memories.get(id(envs)) if obs is not None else None
+        carry.update(known or initial_state(self.policy, envs))
+        actor = make_actor(self.policy, envs.device)
+        if policy_fn is not None:
+            actor = _actor_from(policy_fn, actor)
         self.policy.eval()
         batch, carry = rollout(envs, actor, carry, num_steps, keep=None if collect_for_training else ())
         self._memories[id(envs)] = {name: value for name, value in carry.items() if name != OBSERVATION}
@@ -161,16 +185,23 @@ class OnPolicyRunner(Trainer):
             add_values(batch, self.policy)
         return carry[OBSERVATION], batch if collect_for_training else None, rows
 
+    def _vec_env(self, envs: Any) -> VecEnv:
+        """Return the same wrapper for the same environments, and keep it: memories are found by its id."""
+        if envs is None or envs is getattr(self.env, "simulator", None):
+            return self.env
+        if id(envs) not in self._rollout_envs:
+            self._rollout_envs[id(envs)] = as_vec_env(envs)
+        return self._rollout_envs[id(envs)]
 
-def _actor_from(policy_fn: Callable[[Observation], tuple[Tensor | None, ...]]) -> Actor:
+
+def _actor_from(policy_fn: Callable[[Observation], tuple[Tensor | None, ...]], own_actor: Actor) -> Actor:
     def actor(carry: Carry) -> dict[str, Tensor]:
         action, log_prob, *_ = policy_fn(carry[OBSERVATION])
         assert action is not None
-        return {ACTION: action} if log_prob is None else {ACTION: action, SAMPLE_LOG_PROB: log_prob}
+        chosen = {ACTION: action} if log_prob is None else {ACTION: action, SAMPLE_LOG_PROB: log_prob}
+        if len(carry) == 1:
+            return chosen
+        # A recurrent policy still watches: its memory is needed for the values.
+        return {name: value for name, value in own_actor(carry).items() if name in carry} | chosen
 
     return actor
-
-
-def find_device() -> torch.device:
-    """CUDA when there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -35,8 +35,9 @@ def stop_on_signal() -> Iterator[StopRequest]:
         request.signal_number = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # Not print: it fails when the signal comes in the middle of another print.
+        more = b"; press Ctrl-C again to stop at once" if number == signal.SIGINT else b""
         with suppress(OSError):
-            os.write(2, b"\nStopping after this iteration, to save; press Ctrl-C again to stop at once.\n")
+            os.write(2, b"\nStopping after this iteration, to save" + more + b".\n")
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

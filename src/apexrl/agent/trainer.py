@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from apexrl.agent.signals import stop_on_signal
 from apexrl.algorithms.base import BaseAlgorithm
 from apexrl.collectors.base import BaseCollector
 from apexrl.collectors.sync import SyncCollector
-from apexrl.envs.base import VecEnv
+from apexrl.envs import VecEnv, as_vec_env
 from apexrl.errors import CheckpointError, ConfigError, DivergenceError, EnvStateError
 from apexrl.evaluation import EvaluationResult, evaluate, save_step_csvs
 from apexrl.graphs import Stopwatch
@@ -39,11 +40,11 @@ class TrainingConfig:
     total_timesteps: int = 1_000_000
     """Environment steps, summed over environments, after which training ends."""
     seed: int = 0
-    """Of the environments, the initial weights and the sampling."""
+    """Of the environments; ``apexrl train`` also seeds the initial weights and the sampling with it."""
     device: str = "auto"
-    """Of the policy, and of tasks that ship with the package: auto, cpu, cuda, cuda:1."""
+    """Of the policy and the tasks that ship: auto, cpu, cuda, cuda:1. Read by ``apexrl train``, not by Trainer."""
     num_threads: int = 1
-    """CPU threads of PyTorch; 0 leaves its default. Small networks are fastest with 1."""
+    """CPU threads of PyTorch; 0 leaves its default, 1 suits small nets. Read by ``apexrl train``, not by Trainer."""
     save_interval: int = 50
     """Iterations between checkpoints; 0 saves only at the end."""
     keep_checkpoints: int = 3
@@ -75,7 +76,7 @@ class Trainer:
     """Drives any algorithm: collect, update, log, evaluate, save.
 
     Args:
-        env: the training environments.
+        env: the training environments: a ``VecEnv``, or an object that ``as_vec_env`` can wrap.
         policy: the networks; the same object that the algorithm updates.
         algorithm: turns batches into updates.
         cfg: the schedule.
@@ -92,13 +93,13 @@ class Trainer:
 
     def __init__(
         self,
-        env: VecEnv,
+        env: Any,
         policy: Policy,
         algorithm: BaseAlgorithm,
         cfg: TrainingConfig | None = None,
         *,
         collector: BaseCollector | None = None,
-        eval_env: VecEnv | None = None,
+        eval_env: Any = None,
         loggers: Sequence[Logger] = (),
         run_dir: Path | str | None = None,
         save_dir: Path | str | None = None,
@@ -109,10 +110,14 @@ class Trainer:
     ) -> None:
         if algorithm.policy is not policy:
             raise ConfigError("Trainer needs one policy: algorithm.policy is another object than policy.")
-        self.env, self.policy, self.algorithm = env, policy, algorithm
+        if log_interval < 1:
+            raise ConfigError(f"log_interval must be at least 1, got {log_interval}.")
+        env = as_vec_env(env)
+        self.env: VecEnv = env
+        self.policy, self.algorithm = policy, algorithm
         self.cfg = cfg or TrainingConfig()
         self.collector = collector or SyncCollector(env, policy, keep=algorithm.required_keys, seed=self.cfg.seed)
-        self.eval_env = eval_env
+        self.eval_env: VecEnv | None = None if eval_env is None else as_vec_env(eval_env)
         self.loggers = list(loggers)
         self.run_dir = Path(run_dir) if run_dir is not None else None
         self.save_dir = Path(save_dir) if save_dir is not None else None
@@ -257,9 +262,7 @@ class Trainer:
                 once=True,
             )
         content = {
-            "policy": self.policy.state_dict(),
-            "algorithm": self.algorithm.state_dict(),
-            "collector": self.collector.state_dict(),
+            **self._learning_state(),
             "env": env_state,
             "rng": checkpoint.rng_state(),
             "iteration": self.iteration,
@@ -270,29 +273,55 @@ class Trainer:
         checkpoint.save(path, content)
         return path
 
+    def _learning_state(self) -> dict[str, Any]:
+        return {
+            "policy": self.policy.state_dict(),
+            "algorithm": self.algorithm.state_dict(),
+            "collector": self.collector.state_dict(),
+        }
+
     def load_checkpoint(self, name: str | Path) -> None:
-        """Go on from a checkpoint: weights, optimizer, counters, random states, environments."""
+        """Go on from a checkpoint: weights, optimizer, counters, random states, environments.
+
+        Raises:
+            CheckpointError: when a part of it cannot be used; policy, algorithm and collector then stay as they were.
+        """
         path = self._checkpoint_path(name)
         content = checkpoint.load(path)
-        checkpoint.load_module(self.policy, content["policy"], path)
-        self.algorithm.load_state_dict(content["algorithm"])
+        before = copy.deepcopy(self._learning_state())
+        try:
+            self._restore(content, path, before["collector"])
+        except Exception:
+            self.policy.load_state_dict(before["policy"])
+            self.algorithm.load_state_dict(before["algorithm"])
+            self.collector.load_state_dict(before["collector"])
+            raise
         self.iteration, self.total_steps = content["iteration"], content["total_steps"]
         self.num_evaluations = content["num_evaluations"]
-        self._restore_env(content)
         checkpoint.set_rng_state(content["rng"])
         if path.parent == self.save_dir and path.name == checkpoint.checkpoint_name(self.iteration):
             self._saved_iteration = self.iteration
 
-    def _restore_env(self, content: Mapping[str, Any]) -> None:
+    def _restore(self, content: Mapping[str, Any], path: Path, old_collector: Mapping[str, Any]) -> None:
+        """Restore the parts, the environments last: what they were before could not be brought back."""
+        with checkpoint.restoring("rng", path), checkpoint.kept_rng_state():
+            checkpoint.set_rng_state(content["rng"])
+        checkpoint.load_module(self.policy, content["policy"], path)
+        with checkpoint.restoring("algorithm", path):
+            own = self.algorithm.state_dict().get("optimizer", {})
+            checkpoint.check_shapes(own, content["algorithm"].get("optimizer", {}), "optimizer")
+            self.algorithm.load_state_dict(content["algorithm"])
+        with checkpoint.restoring("collector", path):
+            self.collector.load_state_dict(content["collector"])
         try:
             if content["env"] is None:
                 raise EnvStateError("the checkpoint holds no environment state")
-            self.env.load_state_dict(content["env"])
+            with checkpoint.restoring("env", path):
+                self.env.load_state_dict(content["env"])
         except EnvStateError as error:
             self.tell(f"New episodes start, so this run will differ from an uninterrupted one: {error}")
-            self.collector.restart(self.cfg.seed + self.total_steps)  # not the first episodes over again
-        else:
-            self.collector.load_state_dict(content["collector"])
+            self.collector.load_state_dict(old_collector)
+            self.collector.restart(self.cfg.seed + content["total_steps"])  # not the first episodes over again
 
     def _save_once(self) -> None:
         """Save the numbered checkpoint of this iteration, unless that was done, and delete old ones."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import fields
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.errors import DivergenceError
+from apexrl.errors import ConfigError, DivergenceError, did_you_mean
 from apexrl.policies.base import Policy
 from apexrl.types import ACTION, OBSERVATION, REWARD, SAMPLE_LOG_PROB
 
@@ -91,6 +92,35 @@ class BaseAlgorithm(ABC):
                     "Lower algo.learning_rate, or normalise observations and rewards."
                 )
         return "Training diverged: the loss was not finite. Lower algo.learning_rate, or normalise rewards."
+
+
+def find_device() -> torch.device:
+    """CUDA when there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_types(config: Any, section: str) -> None:
+    """Check what a configuration made in Python holds, as the command line does.
+
+    Raises:
+        ConfigError: names the first field whose value is not one of its choices, or not a number where one is needed.
+    """
+    hints = get_type_hints(type(config))
+    for entry in fields(config):
+        value, kind = getattr(config, entry.name), hints[entry.name]
+        choices, kinds = get_args(kind), (get_args(kind) or (kind,))
+        if get_origin(kind) is Literal:
+            rule = f"must be one of {list(choices)}"
+            ok = isinstance(value, str) and value in choices
+            hint = did_you_mean(str(value), choices)
+        else:
+            number = float in kinds and isinstance(value, int | float) and not isinstance(value, bool)
+            ok = number or type(value) in kinds
+            names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+            rule = f"must be {' or '.join(names.get(kind, str(kind)) for kind in kinds)}"
+            hint = ""
+        if not ok:
+            raise ConfigError(f"{section}.{entry.name} {rule}, got {value!r}.{hint}")
 
 
 def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:

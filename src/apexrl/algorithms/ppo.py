@@ -10,15 +10,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.algorithms.base import BaseAlgorithm
+from apexrl.algorithms.base import BaseAlgorithm, check_types, find_device
 from apexrl.buffers import bounds
+from apexrl.envs import as_vec_env
 from apexrl.errors import ConfigError
 from apexrl.functional import approx_kl, clipped_surrogate, explained_variance, gae, normalize, value_loss
 from apexrl.graphs import Acceleration, Captured, compiled, without_guards
 from apexrl.models import MLPActor, MLPCritic, RewardScaler
 from apexrl.optim import FlatAdam
 from apexrl.policies import ActorCritic, Policy
-from apexrl.policies.actor_critic import HasSpaces
 from apexrl.types import (
     ACTION,
     ADVANTAGE,
@@ -85,6 +85,7 @@ class PPOConfig:
             if not ok:
                 raise ConfigError(f"algo.{name} {rule}, got {getattr(self, name)}.")
 
+        check_types(self, "algo")
         for name in ("num_steps", "num_epochs", "num_minibatches"):
             require(name, getattr(self, name) >= 1, "must be at least 1")
         for name in ("learning_rate", "desired_kl", "max_grad_norm", "adam_eps", "reward_scale"):
@@ -145,7 +146,7 @@ class PPO(BaseAlgorithm):
     """Clipped policy gradient on rollouts of the current policy.
 
     Made from a policy, ``PPO(policy=policy, cfg=cfg)``, or from an environment, ``PPO(env, cfg, actor_class,
-    critic_class)``, which makes an ``ActorCritic``.
+    critic_class)``, which makes an ``ActorCritic`` on ``device``, or on CUDA when there is one.
     """
 
     required_keys = frozenset(
@@ -154,7 +155,7 @@ class PPO(BaseAlgorithm):
 
     def __init__(
         self,
-        env: HasSpaces | None = None,
+        env: Any = None,
         cfg: PPOConfig | None = None,
         actor_class: type[nn.Module] = MLPActor,
         critic_class: type[nn.Module] = MLPCritic,
@@ -168,14 +169,14 @@ class PPO(BaseAlgorithm):
         if (env is None) == (policy is None):
             raise ConfigError("PPO needs either a policy (policy=...) or an environment to make one for (env=...).")
         if policy is None:
-            assert env is not None
             policy = ActorCritic.for_env(
-                env,
+                as_vec_env(env),
                 actor_class=actor_class,
                 critic_class=critic_class,
                 actor_cfg=actor_cfg,
                 critic_cfg=critic_cfg,
             )
+            device = device or find_device()
         if device is not None:
             policy.to(device)
         self.cfg = cfg or PPOConfig()
@@ -199,14 +200,20 @@ class PPO(BaseAlgorithm):
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Run the epochs over one rollout ``[T, N]``."""
         self.check_batch(rollout)
+        count = rollout.shape[1] if self.policy.sequential else rollout.numel()
+        if self.cfg.num_minibatches > count:
+            parts = "sequences (one an environment)" if self.policy.sequential else "samples"
+            raise ConfigError(
+                f"algo.num_minibatches is {self.cfg.num_minibatches}, but the rollout has {count} {parts}; lower it."
+            )
         self._load(rollout)
         self._captured_advantage()
+        rollout[ADVANTAGE], rollout[RETURN] = self._batch[ADVANTAGE], self._batch[RETURN]
         progress = self._progress
         progress.restart()
         self.policy.train()
-        count = rollout.shape[1] if self.policy.sequential else rollout.numel()
         for _ in range(self.cfg.num_epochs):
-            self._captured_epoch(torch.randperm(count, device=rollout.device))
+            self._captured_epoch(torch.randperm(count, device=self.policy.device))
         self.policy.eval()
         # Last, so that the rollout and every minibatch of this update saw the same normaliser.
         self.policy.update_normalizer(rollout[OBSERVATION], apply=progress.nonfinite == 0)
@@ -340,3 +347,4 @@ class PPO(BaseAlgorithm):
         if self.reward_scaler is not None and state["reward_scaler"]:
             self.reward_scaler.running = state["reward_scaler"]["running"].to(self.policy.device, copy=True)
             self.reward_scaler.load_state_dict(state["reward_scaler"])
+            self._captured_advantage.forget()

@@ -1,9 +1,12 @@
-"""Tries an environment against the rules of ``VecEnv`` and says which it breaks."""
+"""Tries an environment against the rules of ``VecEnv`` and says which it breaks.
+
+It lies below ``rollout``, which it therefore cannot use: this is the one other place that steps an environment. It
+calls it ``subject``.
+"""
 
 from __future__ import annotations
 
 import io
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +18,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from apexrl.envs.base import VecEnv
+from apexrl.metrics import RESERVED_NAMES
 from apexrl.types import EnvStep, Observation
 
 _STATE_STEPS = 20
@@ -146,15 +150,15 @@ class _Check:
 
     def run(self, seed: int, actions: Sequence[Tensor]) -> list[list[Tensor]]:
         """Take the steps, check each, and return copies of what came back."""
-        env = self.env
-        self.length = torch.zeros(env.num_envs, dtype=torch.int64)
-        self.lengths = [[] for _ in range(env.num_envs)]
-        obs = env.reset(seed)
+        subject = self.env
+        self.length = torch.zeros(subject.num_envs, dtype=torch.int64)
+        self.lengths = [[] for _ in range(subject.num_envs)]
+        obs = subject.reset(seed)
         self.observation(obs, "reset", "observation")
         trace = [_copy(obs)]
         for action in actions:
             given = action.clone()
-            step: EnvStep = operator.methodcaller("step", action)(env)
+            step = subject.step(action)
             if not torch.equal(action, given):
                 self.add("step changed the action tensor that it was given.")
                 action.copy_(given)
@@ -251,7 +255,11 @@ class _Check:
     def episodes(self) -> None:
         """Judge what only the whole run shows."""
         ended = any(self.lengths)
-        for name in self.env.metric_specs:
+        for name in sorted(RESERVED_NAMES & {*self.env.metric_specs, *self.named}):
+            self.add(f"The metric {name!r} has the name of a field that every episode has; rename it.")
+        for name, spec in self.env.metric_specs.items():
+            if spec.name != name:
+                self.add(f"metric_specs[{name!r}] declares the metric {spec.name!r}; both names must be the same.")
             # A metric may come with the end of an episode only, so NaN until then is fine.
             if name not in (self.seen if ended else self.named):
                 self.add(f"The metric {name!r} is declared in metric_specs but never reported.")
@@ -272,8 +280,8 @@ class _Check:
 
     def restores(self, actions: Sequence[Tensor]) -> None:
         """Save, go on, go back, and go on again."""
-        env = self.env
-        state = env.state_dict()
+        subject = self.env
+        state = subject.state_dict()
         if state is None:
             return
         file = io.BytesIO()
@@ -283,12 +291,12 @@ class _Check:
             torch.load(file, weights_only=True)
         except Exception as error:
             self.add(f"state_dict holds what torch.load(weights_only=True) refuses: {error}")
-        trace = [_copy_step(operator.methodcaller("step", action)(env)) for action in actions]
+        trace = [_copy_step(subject.step(action)) for action in actions]
         try:
-            env.load_state_dict(state)
+            subject.load_state_dict(state)
         except Exception as error:
             self.add(f"load_state_dict refused what state_dict gave: {error}")
             return
-        again = [_copy_step(operator.methodcaller("step", action)(env)) for action in actions]
+        again = [_copy_step(subject.step(action)) for action in actions]
         if not all(_same(a, b) for a, b in zip(trace, again, strict=True)):
             self.add("After load_state_dict the same actions gave another result than before.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import pickle
 import signal
 import sys
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import gymnasium as gym
@@ -47,6 +49,17 @@ _DERIVED = (
     "qacc", "sensordata", "energy",
 )
 # fmt: on
+
+
+_NOT_THE_USERS = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(gym.__file__).parent}{os.sep}", "<frozen ")
+"""How the files begin whose frames say nothing about an error in an environment."""
+
+
+def users_frames(error: BaseException) -> list[str]:
+    """Return the last three places outside of this package and Gymnasium where ``error`` passed, innermost last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in users[-3:]]
 
 
 class StateError(RuntimeError):

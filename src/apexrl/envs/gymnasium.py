@@ -6,21 +6,10 @@ import contextlib
 import functools
 import importlib
 import io
-import mmap
-import os
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
 import torch
@@ -31,13 +20,12 @@ from torch import Tensor
 
 from apexrl.envs import gym_group
 from apexrl.envs.base import VecEnv
-from apexrl.envs.gym_group import Buffers, EnvGroup, MakeFn, Tree, make_buffers, map_tree
+from apexrl.envs.gym_group import Buffers, EnvGroup, MakeFn, Tree, make_buffers, map_tree, users_frames
+from apexrl.envs.gym_workers import Workers
+from apexrl.envs.mujoco_simulation import MUJOCO_HINT, draw_without_display
 from apexrl.errors import EnvError, EnvStateError, did_you_mean
 from apexrl.metrics import MetricSpec
 from apexrl.types import EnvStep, Observation
-
-START_TIMEOUT = 300.0
-"""Seconds a worker may take to make its environments, or to put them back into a saved state."""
 
 T = TypeVar("T")
 
@@ -72,6 +60,7 @@ class GymVecEnv(VecEnv):
     ) -> None:
         if not make_fns:
             raise EnvError("GymVecEnv needs at least one function that makes an environment.")
+        draw_without_display()  # before the functions import MuJoCo
         self.num_envs = len(make_fns)
         self.device = torch.device(device)
         self._make_fns = list(make_fns)
@@ -80,9 +69,9 @@ class GymVecEnv(VecEnv):
             "metrics": metrics,
             "step_timeout": step_timeout,
         }
-        self._group: _LocalGroup | _Workers
+        self._group: _LocalGroup | Workers
         if num_workers > 0:
-            self._group = _Workers(self._make_fns, min(num_workers, self.num_envs), step_timeout)
+            self._group = Workers(self._make_fns, min(num_workers, self.num_envs), step_timeout)
         else:
             self._group = _LocalGroup(self._make_fns)
         group = self._group
@@ -92,7 +81,7 @@ class GymVecEnv(VecEnv):
         self._metric_specs = specs
         buffers = group.bind(list(specs))
         self._action = torch.from_numpy(buffers.action)
-        self._obs = _observation(buffers.obs, self.num_envs)
+        self._obs = as_observation(buffers.obs, self.num_envs)
         # The tensors share memory with the buffers, so these two tuples serve every step.
         self._running = EnvStep(
             obs=self._obs,
@@ -101,7 +90,7 @@ class GymVecEnv(VecEnv):
             truncated=torch.from_numpy(buffers.truncated),
             metric={name: torch.from_numpy(buffers.metric[m]) for m, name in enumerate(specs)},
         )
-        self._ended = self._running._replace(final_obs=_observation(buffers.final_obs, self.num_envs))
+        self._ended = self._running._replace(final_obs=as_observation(buffers.final_obs, self.num_envs))
         self._must_copy = self.device.type != "cpu"
 
     @property
@@ -120,7 +109,7 @@ class GymVecEnv(VecEnv):
             raise EnvError(f"step needs actions {list(self._action.shape)}, got {list(action.shape)}.")
         self._action.copy_(action.detach())
         step = self._ended if self._group.step() else self._running
-        return _to_device(step, self.device) if self._must_copy else step
+        return step_to_device(step, self.device) if self._must_copy else step
 
     def spawn(self, num_envs: int) -> GymVecEnv:
         """Make an independent environment of the same kind, with the make functions in turn."""
@@ -147,25 +136,31 @@ class GymVecEnv(VecEnv):
 
     def render(self, index: int = 0) -> NDArray[np.uint8]:
         """Draw environment ``index`` as an ``[H, W, 3]`` picture."""
-        return self._group.render(index)
+        try:
+            return self._group.render(index)
+        except EnvError as error:
+            if "mujoco" not in sys.modules:
+                raise
+            raise EnvError(f"{error}\n{MUJOCO_HINT}") from error
 
     def close(self) -> None:
         """Close the environments and end the workers."""
         self._group.close()
 
 
-def _observation(tree: Tree, num_envs: int) -> Observation:
+def as_observation(tree: Tree, num_envs: int) -> Observation:
     """Wrap the arrays of an observation as tensors that share their memory."""
     if not isinstance(tree, Mapping):
         return torch.from_numpy(tree)
     groups = TensorDict(
-        {key: _observation(part, num_envs) for key, part in tree.items()}, batch_size=[num_envs], device="cpu"
+        {key: as_observation(part, num_envs) for key, part in tree.items()}, batch_size=[num_envs], device="cpu"
     )
     groups.lock_()  # every step returns this object, so a key added by one reader would stay
     return groups
 
 
-def _to_device(step: EnvStep, device: torch.device) -> EnvStep:
+def step_to_device(step: EnvStep, device: torch.device) -> EnvStep:
+    """Copy what a step returned to another device."""
     return EnvStep(
         obs=step.obs.to(device),
         reward=step.reward.to(device),
@@ -238,162 +233,8 @@ def _checked(verb: str, function: Callable[..., T], *arguments: Any) -> T:
 
 def _describe(verb: str, error: Exception) -> str:
     note = " ".join(getattr(error, "__notes__", ()))
-    return f"Could not {verb} the environment: {type(error).__name__}: {error} {note}".rstrip()
-
-
-class _Workers:
-    """The environments split over processes, which write their results into memory shared with this one."""
-
-    def __init__(self, make_fns: Sequence[MakeFn], num_workers: int, step_timeout: float) -> None:
-        self.num_envs = len(make_fns)
-        self.step_timeout = step_timeout
-        bounds = [round(w * self.num_envs / num_workers) for w in range(num_workers + 1)]
-        self.ranges = [range(bounds[w], bounds[w + 1]) for w in range(num_workers)]
-        self.memory_fd = _anonymous_file()
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.connections: list[Connection[Any, Any]] = []
-        self.close = weakref.finalize(self, _stop, self.processes, self.connections, self.memory_fd)
-        calls = [(cloudpickle.dumps([make_fns[i] for i in envs]), envs[0]) for envs in self.ranges]
-        for _ in self.ranges:
-            self._start()
-        try:
-            found = self._call("make", calls, START_TIMEOUT)
-        except EnvError:
-            self.close()
-            raise
-        if any(spaces[:2] != found[0][:2] for spaces in found):
-            self.close()
-            raise EnvError(f"All environments need the same spaces; the workers found {[s[:2] for s in found]}.")
-        self.observation_space, self.action_space, _ = found[0]
-        limits = [limit for *_, limit in found]
-        self.max_episode_steps = None if None in limits else max(limits)
-
-    def _start(self) -> None:
-        ours, theirs = Pipe()
-        paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-        # -P keeps this folder off the worker's path, where our gymnasium.py would hide Gymnasium.
-        process = subprocess.Popen(
-            [sys.executable, "-P", gym_group.__file__, str(theirs.fileno()), str(self.memory_fd)],
-            pass_fds=(theirs.fileno(), self.memory_fd),
-            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
-        self.processes.append(process)
-        self.connections.append(ours)
-
-    def probe(self) -> list[str]:
-        names: list[str] = self._call("probe", [()], START_TIMEOUT)[0]
-        return names
-
-    def bind(self, metrics: Sequence[str]) -> Buffers:
-        layout = (self.observation_space, self.action_space, self.num_envs, len(metrics))
-        _, size = make_buffers(*layout)
-        os.ftruncate(self.memory_fd, size)
-        buffers, _ = make_buffers(*layout, mmap.mmap(self.memory_fd, size))
-        self._call("bind", [(self.num_envs, size, metrics)] * len(self.ranges))
-        return buffers
-
-    def reset(self, seed: int | None) -> None:
-        self._call("reset", [(seed,)] * len(self.ranges))
-
-    def step(self) -> bool:
-        return any(self._call("step", [()] * len(self.ranges)))
-
-    def state(self) -> list[dict[str, Any]] | None:
-        try:
-            groups = self._call("state", [()] * len(self.ranges))
-        except _WorkerError as error:
-            if "StateError" in str(error):
-                return None
-            raise
-        return [state for group in groups for state in group]
-
-    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        try:
-            self._call("load", [(states[envs.start : envs.stop],) for envs in self.ranges], START_TIMEOUT)
-        except EnvError as error:
-            raise EnvStateError(str(error)) from error
-
-    def render(self, index: int) -> NDArray[np.uint8]:
-        worker = next(w for w, envs in enumerate(self.ranges) if index in envs)
-        self._send(worker, "render", (index - self.ranges[worker].start,))
-        picture: NDArray[np.uint8] = self._receive(worker, self.step_timeout)
-        return picture
-
-    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout: float = 0.0) -> list[Any]:
-        """Call a method of the first ``len(arguments)`` workers at once and return their answers."""
-        for worker, values in enumerate(arguments):
-            self._send(worker, method, values)
-        timeout = max(timeout, self.step_timeout)
-        begin = time.monotonic()
-        answers, failures = [], []
-        for worker in range(len(arguments)):
-            try:
-                answers.append(self._receive(worker, begin + timeout - time.monotonic()))
-            except _WorkerError as error:  # the others answer too; nothing may be left in their pipes
-                failures.append(error)
-        if failures:
-            raise failures[0]
-        return answers
-
-    def _send(self, worker: int, method: str, arguments: tuple[Any, ...]) -> None:
-        if not self.close.alive:
-            raise EnvError("The environments are closed.")
-        try:
-            self.connections[worker].send((method, arguments))
-        except ConnectionError:
-            self._give_up(worker)
-
-    def _receive(self, worker: int, timeout: float) -> Any:
-        connection = self.connections[worker]
-        try:
-            if not connection.poll(max(timeout, 0.0)):
-                self._give_up(worker, f"did not answer within step_timeout ({self.step_timeout:g} s)")
-            succeeded, answer = connection.recv()
-        except (EOFError, ConnectionError):
-            self._give_up(worker)
-        if not succeeded:
-            raise _WorkerError(f"{self._name(worker)} raised an exception.\n{answer}")
-        return answer
-
-    def _give_up(self, worker: int, what: str = "") -> NoReturn:
-        """End every worker: the others have stepped already, so the group cannot go on."""
-        self.close()
-        code = self.processes[worker].returncode
-        died = f"died with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        raise EnvError(f"{self._name(worker)} {what or died}.")
-
-    def _name(self, worker: int) -> str:
-        envs = self.ranges[worker]
-        return f"Worker {worker} (environments {envs[0]} to {envs[-1]})"
-
-
-class _WorkerError(EnvError):
-    """A call failed inside a worker, which is still alive."""
-
-
-def _anonymous_file() -> int:
-    """Return the descriptor of a nameless file, in memory where the system has such files."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("apexrl")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def _stop(processes: list[subprocess.Popen[bytes]], connections: list[Connection[Any, Any]], memory_fd: int) -> None:
-    """Close the pipes, on which the workers exit by themselves, and kill those that do not."""
-    for connection in connections:
-        connection.close()
-    deadline = time.monotonic() + 1.0
-    for process in processes:
-        try:
-            process.wait(max(deadline - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    os.close(memory_fd)
+    places = "".join(f"\n  at {place}" for place in users_frames(error))
+    return f"Could not {verb} the environment: {type(error).__name__}: {error} {note}".rstrip() + places
 
 
 def find_gym_id(env_id: str) -> str | None:
@@ -426,6 +267,7 @@ def gym_make_fns(env_id: str, num_envs: int, **kwargs: Any) -> list[MakeFn]:
     found = find_gym_id(env_id)
     if found is None:
         raise EnvError(f"Gymnasium has no environment {env_id!r}.{did_you_mean(env_id, gym.registry)}")
+    draw_without_display()  # before the entry point imports MuJoCo
     entry_point = gym.registry[found.rpartition(":")[2]].entry_point
     try:
         creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point

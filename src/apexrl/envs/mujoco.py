@@ -20,10 +20,11 @@ from torch import Tensor
 
 from apexrl.envs.base import VecEnv
 from apexrl.envs.gym_group import Tree, make_buffers, map_tree
-from apexrl.envs.gymnasium import _observation, _to_device
+from apexrl.envs.gymnasium import as_observation, step_to_device
 from apexrl.envs.mujoco_simulation import (
     Camera,
     Threads,
+    draw_without_display,
     make_models,
     model_differences,
     num_cores,
@@ -77,6 +78,8 @@ class MujocoVecEnv(VecEnv):
         **options: Any,
     ) -> None:
         for name, value in (("num_envs", num_envs), ("max_episode_steps", max_episode_steps)):
+            if not isinstance(value, int | np.integer):
+                raise ConfigError(f"MujocoVecEnv.{name} must be a whole number, got {value!r}")
             if value < 1:
                 raise ConfigError(f"MujocoVecEnv.{name} must be at least 1, got {value}")
         self._mujoco = _load_mujoco()
@@ -114,7 +117,7 @@ class MujocoVecEnv(VecEnv):
         buffers, _ = make_buffers(self.observation_space, self.action_space, self.num_envs, len(task.terms))
         self._buffers = buffers
         self._action = torch.from_numpy(buffers.action)
-        self._obs = _observation(buffers.obs, self.num_envs)
+        self._obs = as_observation(buffers.obs, self.num_envs)
         # The tensors share memory with the buffers, so these two tuples serve every step.
         self._running = EnvStep(
             obs=self._obs,
@@ -123,7 +126,7 @@ class MujocoVecEnv(VecEnv):
             truncated=torch.from_numpy(buffers.truncated),
             metric={name: torch.from_numpy(buffers.metric[m]) for m, name in enumerate(task.terms)},
         )
-        self._ended = self._running._replace(final_obs=_observation(buffers.final_obs, self.num_envs))
+        self._ended = self._running._replace(final_obs=as_observation(buffers.final_obs, self.num_envs))
         self._must_copy = self.device.type != "cpu"
         controls = [data.ctrl for data in self._data]
         self._work = list(zip(self.models, self._data, controls, buffers.action, strict=True))
@@ -174,7 +177,7 @@ class MujocoVecEnv(VecEnv):
             _copy_tree(buffers.final_obs, buffers.obs)
             self._begin(ended)
         step = self._ended if len(ended) else self._running
-        return _to_device(step, self.device) if self._must_copy else step
+        return step_to_device(step, self.device) if self._must_copy else step
 
     def _simulate(self, work: Iterator[tuple[Any, Any, Array, Array]]) -> None:
         """Take environments from an iterator that several threads share, and apply their actions."""
@@ -316,6 +319,7 @@ class MujocoVecEnv(VecEnv):
 
 
 def _load_mujoco() -> Any:
+    draw_without_display()
     try:
         return importlib.import_module("mujoco")
     except ImportError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes.util
+import functools
 import importlib
 import os
 import sys
@@ -24,6 +26,27 @@ Randomize: TypeAlias = Callable[[Any, np.random.Generator], None]
 
 PICTURE_SIZE = 480
 """Height and width of pictures."""
+
+
+MUJOCO_HINT = (
+    "A MuJoCo task is drawn on a machine without a display when MUJOCO_GL=egl is set (needs the library libEGL)."
+)
+
+
+def draw_without_display() -> None:
+    """Let MuJoCo draw by EGL where there is no display, unless ``MUJOCO_GL`` is set; call it before it is imported."""
+    # Without the library MuJoCo could not even be imported.
+    if not _has_display() and "MUJOCO_GL" not in os.environ and _has_egl():
+        os.environ["MUJOCO_GL"] = "egl"
+
+
+def _has_display() -> bool:
+    return sys.platform != "linux" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
+
+
+@functools.cache
+def _has_egl() -> bool:
+    return ctypes.util.find_library("EGL") is not None
 
 
 def make_models(
@@ -171,16 +194,13 @@ class Camera:
         model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
         model.vis.global_.offwidth = model.vis.global_.offheight = PICTURE_SIZE
         self._data = mujoco.MjData(model)
-        has_window = sys.platform != "linux" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
-        backend = os.environ.get("MUJOCO_GL") or ("glfw" if has_window else "egl")
+        backend = os.environ.get("MUJOCO_GL") or ("glfw" if _has_display() else "egl")
         try:
             self._gl = importlib.import_module(f"mujoco.{backend}").GLContext(PICTURE_SIZE, PICTURE_SIZE)
             self._gl.make_current()
             self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
         except Exception as error:
-            raise EnvError(
-                f"No picture can be drawn with MUJOCO_GL={backend} ({error}). Set MUJOCO_GL to egl, osmesa or glfw."
-            ) from error
+            raise EnvError(f"No picture can be drawn with MUJOCO_GL={backend} ({error}). {MUJOCO_HINT}") from error
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
         self._scene = mujoco.MjvScene(model, maxgeom=1000)
         self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = False

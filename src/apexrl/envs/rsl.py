@@ -4,10 +4,12 @@ Such a simulator has ``num_envs``, ``num_actions``, ``get_observations()`` and
 ``step(actions) -> (obs, reward, done, extras)``. The keys of ``extras`` that are read:
 
 - ``time_outs`` ``[N]``: which ended episodes met the time limit; they are truncated, the others terminated.
-- ``reward_components``: a dictionary of ``[N]``, summed over each episode.
+- ``reward_components``: a dictionary of ``[N]``, summed over each episode. One whose name has a meaning of its own
+  (``success``, ``fail``, ``reward``, ``return``, …) is called ``<name>_reward``.
 - ``success``, ``fail`` ``[N]``: task metrics.
 - ``log``: a dictionary of numbers for the logs; of a tensor its mean.
-- ``final_observation`` or ``final_obs``: the last observation of ended episodes, ``[N]``.
+- ``final_observation`` or ``final_obs``: the last observation of ended episodes, ``[N]``, with the groups of the
+  observation. A plain tensor beside grouped observations is that of the group ``policy``.
 - ``observations``: further groups, of older versions that return one tensor.
 """
 
@@ -28,7 +30,7 @@ from torch import Tensor
 
 from apexrl.envs.base import VecEnv
 from apexrl.errors import EnvError, EnvStateError
-from apexrl.metrics import MetricSpec
+from apexrl.metrics import RESERVED_NAMES, MetricSpec
 from apexrl.types import OBS_KEY, EnvStep, Observation
 
 _NEEDED = ("num_envs", "num_actions", "get_observations", "step")
@@ -42,8 +44,10 @@ def is_rsl_env(simulator: Any) -> bool:
 class RslVecEnv(VecEnv):
     """Wraps one simulator that steps N environments and resets those that end by itself.
 
-    Most of these simulators hide the last observation of an episode; ``gives_final_obs`` is then False. A
-    seed reaches the simulator when its ``reset`` takes one or it has a ``seed`` method; else it is ignored.
+    Most of these simulators hide the last observation of an episode; ``gives_final_obs`` is then False. One that
+    gives it for the group ``policy`` alone hides the other groups: their last visible values stand in.
+
+    A seed reaches the simulator when its ``reset`` takes one or it has a ``seed`` method; else it is ignored.
 
     Args:
         simulator: the object to wrap.
@@ -63,9 +67,12 @@ class RslVecEnv(VecEnv):
         self.max_episode_steps = None if limit is None else int(torch.as_tensor(limit).max())
         self.capturable = bool(getattr(simulator, "capturable", False))
         self.gives_final_obs = bool(getattr(simulator, "gives_final_obs", False))
-        self.observation_space = _space(self._current())
+        obs = self._current()
+        self.observation_space = _space(obs)
         self.action_space = _action_space(simulator)
         self._metric_specs: dict[str, MetricSpec] = {}
+        # Written in place, so that a captured step finds it where it left it.
+        self._last = None if isinstance(obs, Tensor) else obs.clone()
 
     @property
     def metric_specs(self) -> Mapping[str, MetricSpec]:
@@ -78,10 +85,8 @@ class RslVecEnv(VecEnv):
         takes_seed = reset is not None and "seed" in inspect.signature(reset).parameters
         if seed is not None and not takes_seed and callable(getattr(self.simulator, "seed", None)):
             self.simulator.seed(seed)
-        if reset is None:
-            return self._current()
-        returned = reset(seed=seed) if takes_seed else reset()
-        return self._current() if returned is None else self._observation(*_pair(returned))
+        returned = None if reset is None else reset(seed=seed) if takes_seed else reset()
+        return self._remember(self._current() if returned is None else self._observation(*_pair(returned)))
 
     def step(self, action: Tensor) -> EnvStep:
         """Apply one action ``[N, A]`` to each environment."""
@@ -92,12 +97,13 @@ class RslVecEnv(VecEnv):
         final = extras.get("final_observation", extras.get("final_obs"))
         if final is not None:
             self.gives_final_obs = True
+            final = self._final(final)
         return EnvStep(
-            obs=self._observation(raw, extras),
+            obs=self._remember(self._observation(raw, extras)),
             reward=self._column(reward, torch.float32),
             terminated=done & ~truncated,
             truncated=truncated,
-            final_obs=None if final is None else self._observation(final, {}),
+            final_obs=final,
             metric=self._metrics(extras),
             log={key.lstrip("/"): _mean(value) for key, value in extras.get("log", {}).items()},
         )
@@ -127,6 +133,8 @@ class RslVecEnv(VecEnv):
             self.simulator.load_state_dict(state)
         except Exception as error:
             raise EnvStateError(f"{type(self.simulator).__name__} refused its state: {error}") from error
+        if self._last is not None:
+            self._remember(self._current())
 
     def render(self, index: int = 0) -> NDArray[np.uint8]:
         """Draw environment ``index``; a simulator that draws only one picture draws environment 0."""
@@ -153,6 +161,25 @@ class RslVecEnv(VecEnv):
             raw = {OBS_KEY: raw} | groups
         return self._groups(raw)
 
+    def _remember(self, obs: Observation) -> Observation:
+        """Keep a copy of the groups, which stand in for those that a final observation lacks."""
+        if self._last is not None and not isinstance(obs, Tensor):
+            self._last.copy_(obs)
+        return obs
+
+    def _final(self, raw: Any) -> Observation:
+        final = self._groups(raw)
+        if self._last is None or not isinstance(final, Tensor):
+            return final
+        if OBS_KEY not in self._last or final.shape != self._last[OBS_KEY].shape:
+            raise EnvError(
+                f"A final observation that is one tensor needs the shape of the group '{OBS_KEY}'; it is "
+                f"{list(final.shape)}, the observation has the groups {sorted(self._last.keys())}. Give all groups."
+            )
+        groups = self._last.clone()
+        groups[OBS_KEY] = final
+        return groups
+
     def _groups(self, raw: Any) -> Observation:
         if isinstance(raw, TensorDict):
             return raw
@@ -165,7 +192,8 @@ class RslVecEnv(VecEnv):
         return torch.as_tensor(value, device=self.device).reshape(self.num_envs, 1).to(dtype)
 
     def _metrics(self, extras: Mapping[str, Any]) -> dict[str, Tensor]:
-        parts = dict(extras.get("reward_components", {}))
+        given = extras.get("reward_components", {})
+        parts = {_component_name(name, given): value for name, value in given.items()}
         new = {name: MetricSpec(name, "sum", "reward_components") for name in parts}
         for name in ("success", "fail"):
             if name in extras:
@@ -173,6 +201,14 @@ class RslVecEnv(VecEnv):
         if not self._metric_specs.keys() >= new.keys():
             self._metric_specs |= {name: spec for name, spec in new.items() if name not in self._metric_specs}
         return {name: self._column(value, torch.float32) for name, value in parts.items()}
+
+
+def _component_name(name: str, others: Mapping[str, Any]) -> str:
+    if name in RESERVED_NAMES | {"success", "fail"}:
+        name += "_reward"
+        while name in others:
+            name += "_reward"
+    return name
 
 
 def _pair(returned: Any) -> tuple[Any, Mapping[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium as gym
 from tensordict import TensorDict
@@ -12,13 +12,6 @@ from torch import Tensor, nn
 from apexrl.models import Distribution, MLPActor, MLPCritic, ObservationNormalizer
 from apexrl.policies.base import Policy
 from apexrl.types import ACTION, OBSERVATION, SAMPLE_LOG_PROB, Carry, Evaluation, Observation, PolicyOutput
-
-
-class HasSpaces(Protocol):
-    """Anything with the spaces of one environment, such as a ``VecEnv``."""
-
-    observation_space: gym.Space[Any]
-    action_space: gym.Space[Any]
 
 
 class ActorCritic(Policy):
@@ -50,19 +43,14 @@ class ActorCritic(Policy):
         self.critic = critic_class(observation_space, **(critic_cfg or {}))
         self.normalizer = ObservationNormalizer(observation_space) if normalize_obs else None
 
-    @classmethod
-    def for_env(cls, env: HasSpaces, **options: Any) -> ActorCritic:
-        """Make a policy for an environment's spaces."""
-        return cls(env.observation_space, env.action_space, **options)
-
     def distribution(self, obs: Observation) -> Distribution:
         """Return the action distribution for observations ``[..., *shape]``."""
-        distribution: Distribution = self.actor(self._normalized(obs))
+        distribution: Distribution = self.actor(self.normalized(obs))
         return distribution
 
     def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
         """Return action, log-probability and value."""
-        obs = self._normalized(obs)
+        obs = self.normalized(obs)
         distribution = self.actor(obs)
         action = distribution.mode if deterministic else distribution.sample()
         return PolicyOutput(action, distribution.log_prob(action), self.critic(obs))
@@ -74,7 +62,7 @@ class ActorCritic(Policy):
 
     def get_value(self, obs: Observation) -> Tensor:
         """Return the value of states."""
-        value: Tensor = self.critic(self._normalized(obs))
+        value: Tensor = self.critic(self.normalized(obs))
         return value
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
@@ -85,14 +73,6 @@ class ActorCritic(Policy):
 
     def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
         """Evaluate stored actions, normalising the observations once."""
-        obs = self._normalized(batch[OBSERVATION])
+        obs = self.normalized(batch[OBSERVATION])
         distribution = self.actor(obs)
         return Evaluation(distribution.log_prob(batch[ACTION]), distribution.entropy(), self.critic(obs))
-
-    def update_normalizer(self, obs: Observation, apply: Tensor | None = None) -> None:
-        """Merge observations into the running statistics."""
-        if self.normalizer is not None:
-            self.normalizer.update(obs, apply)
-
-    def _normalized(self, obs: Observation) -> Observation:
-        return obs if self.normalizer is None else self.normalizer(obs)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, Self
 
+import gymnasium as gym
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from apexrl.models import ObservationNormalizer
 from apexrl.types import (
     ACTION,
     NEXT_OBSERVATION,
@@ -23,6 +25,13 @@ from apexrl.types import (
 )
 
 
+class HasSpaces(Protocol):
+    """Anything with the spaces of one environment, such as a ``VecEnv``."""
+
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+
+
 class Policy(nn.Module, ABC):
     """Networks that act, evaluate stored actions, and value states.
 
@@ -30,8 +39,21 @@ class Policy(nn.Module, ABC):
     terms of these three; a policy with memory, or one that can share work between them, overrides them.
     """
 
+    normalizer: ObservationNormalizer | None
+    """Running statistics of the observations, for policies that normalise them."""
     sequential: bool = False
     """True when minibatches must keep whole sequences ``[T, n]`` (memory); False for shuffled samples ``[B]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalizer = None
+
+    @classmethod
+    def for_env(cls, env: HasSpaces, **options: Any) -> Self:
+        """Make a policy for an environment's spaces; for classes whose constructor begins with the two spaces."""
+        make: Any = cls
+        policy: Self = make(env.observation_space, env.action_space, **options)
+        return policy
 
     @abstractmethod
     def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
@@ -85,7 +107,12 @@ class Policy(nn.Module, ABC):
 
     def update_normalizer(self, obs: Observation, apply: Tensor | None = None) -> None:
         """Merge observations into the running statistics; where ``apply`` is false nothing changes."""
-        return
+        if self.normalizer is not None:
+            self.normalizer.update(obs, apply)
+
+    def normalized(self, obs: Observation) -> Observation:
+        """Normalise observations with the statistics as they are."""
+        return obs if self.normalizer is None else self.normalizer(obs)
 
 
 def open_ends(batch: TensorDict) -> tuple[Tensor, ...]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from apexrl.models import Distribution, ObservationEncoder, ObservationNormalizer
 from apexrl.models.actor import ActionHead
 from apexrl.models.encoder import linear, mlp
-from apexrl.policies.actor_critic import HasSpaces
 from apexrl.policies.base import Policy, open_ends, shift
 from apexrl.types import (
     ACTION,
@@ -59,11 +58,6 @@ class RecurrentActorCritic(Policy):
         self.action_head = ActionHead(memory_dim, action_space, **head_options)
         self.value_head = linear(memory_dim, 1, gain=1.0)
         self.normalizer = ObservationNormalizer(observation_space) if normalize_obs else None
-
-    @classmethod
-    def for_env(cls, env: HasSpaces, **options: Any) -> RecurrentActorCritic:
-        """Make a policy for an environment's spaces."""
-        return cls(env.observation_space, env.action_space, **options)
 
     def initial_state(self, num_envs: int) -> dict[str, Tensor]:
         """Return an empty memory."""
@@ -118,13 +112,8 @@ class RecurrentActorCritic(Policy):
         value: Tensor = self.value_head(self._first_memory(obs))
         return value
 
-    def update_normalizer(self, obs: Observation, apply: Tensor | None = None) -> None:
-        """Merge observations into the running statistics."""
-        if self.normalizer is not None:
-            self.normalizer.update(obs, apply)
-
     def _features(self, obs: Observation) -> Tensor:
-        features: Tensor = self.trunk(self.encoder(obs if self.normalizer is None else self.normalizer(obs)))
+        features: Tensor = self.trunk(self.encoder(self.normalized(obs)))
         return features
 
     def _remember(self, features: Tensor, hidden: Tensor) -> Tensor:

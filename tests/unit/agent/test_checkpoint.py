@@ -17,7 +17,8 @@ from apexrl.errors import CheckpointError
 
 
 def content(**changes: Any) -> dict[str, Any]:
-    return {**dict.fromkeys(checkpoint.KEYS), "iteration": 3, "total_steps": 30, **changes}
+    values: dict[str, Any] = {key: {} for key in checkpoint.KEYS}
+    return {**values, "iteration": 3, "total_steps": 30, "num_evaluations": 0, **changes}
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
@@ -83,6 +84,17 @@ def test_a_checkpoint_that_lacks_something_says_what(tmp_path: Path) -> None:
     del values["rng"], values["env"]
     checkpoint.save(tmp_path / "a.pt", values)
     with pytest.raises(CheckpointError, match="it lacks env, rng"):
+        checkpoint.load(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("policy", None), ("algorithm", 3), ("rng", []), ("collector", None), ("env", "x"), ("config", [1]),
+     ("iteration", "x"), ("iteration", -1), ("total_steps", None), ("num_evaluations", True)],
+)  # fmt: skip
+def test_a_part_of_another_kind_is_named_with_the_file(part: str, value: Any, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "a.pt", content(**{part: value}))
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/a\.pt is damaged: its '{part}' must be a .*, got "):
         checkpoint.load(tmp_path / "a.pt")
 
 

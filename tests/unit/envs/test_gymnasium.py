@@ -21,9 +21,9 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.envs import GymVecEnv, RslVecEnv, as_vec_env, gym_make_fns, make_env
+from apexrl.envs import GymVecEnv, RslVecEnv, as_vec_env, gym_make_fns, make_env, mujoco_simulation
 from apexrl.envs import gymnasium as adapter
-from apexrl.envs.gym_group import flat_space
+from apexrl.envs.gym_group import flat_space, users_frames
 from apexrl.envs.tasks import TASKS
 from apexrl.errors import EnvError
 from apexrl.metrics import MetricSpec
@@ -353,6 +353,28 @@ def test_render_without_a_mode_says_what_to_do() -> None:
         env.render()
 
 
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [({}, "egl"), ({"DISPLAY": ":0"}, None), ({"WAYLAND_DISPLAY": "w"}, None), ({"MUJOCO_GL": "osmesa"}, "osmesa")],
+)
+def test_mujoco_draws_by_egl_only_without_a_display(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], expected: str | None
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(mujoco_simulation, "_has_egl", lambda: True)
+    gym_make_fns("CartPole-v1", 1)
+    assert environ.get("MUJOCO_GL") == expected
+
+
+def test_mujoco_is_not_told_to_use_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(mujoco_simulation, "_has_egl", lambda: False)
+    mujoco_simulation.draw_without_display()
+    assert environ == {}
+
+
 def test_an_exception_in_a_step_names_the_environment() -> None:
     class Broken(Scripted):
         def step(self, action: Any) -> Step:
@@ -366,6 +388,15 @@ def test_an_exception_in_a_step_names_the_environment() -> None:
     with pytest.raises(EnvError, match=r"ZeroDivisionError: boom \(in environment 1\)") as caught:
         env.step(torch.ones(2, 1))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    line = Broken.step.__code__.co_firstlineno + 2
+    assert str(caught.value).splitlines()[1:] == [f"  at {__file__}:{line} in step"], "the user's frames and no other"
+
+
+def test_a_package_whose_name_begins_like_gymnasiums_is_the_users() -> None:
+    file = f"{Path(gym.__file__).parent}_robotics/reach.py"
+    with pytest.raises(ValueError, match="far") as caught:
+        exec(compile("raise ValueError('far')", file, "exec"))
+    assert users_frames(caught.value)[-1] == f"{file}:1 in <module>"
 
 
 def test_unknown_id_suggests_the_nearest() -> None:
@@ -498,6 +529,7 @@ def faulty(fault: str) -> Callable[[], gym.Env[Any, Any]]:
     ("fault", "message"),
     [
         ("raise KeyError('lost')", r"Worker 1 \(environments 2 to 3\) raised an exception(.|\n)*KeyError: 'lost'"),
+        ("raise KeyError('lost')", r'test_gymnasium.py", line \d+, in step'),
         ("import os; os._exit(7)", r"Worker 1 \(environments 2 to 3\) died with exit code 7"),
         ("import os; os.kill(os.getpid(), 9)", r"environments 2 to 3\) was killed by SIGKILL"),
         ("import time; time.sleep(60)", r"environments 2 to 3\) did not answer within step_timeout \(1 s\)"),

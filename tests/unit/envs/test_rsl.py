@@ -14,6 +14,7 @@ from torch import Tensor
 from apexrl.envs import RslVecEnv
 from apexrl.errors import EnvError, EnvStateError
 from apexrl.metrics import MetricSpec
+from apexrl.rollout import rollout
 
 ACTION = torch.zeros(3, 2)
 
@@ -94,6 +95,19 @@ def test_reward_components_become_metrics_as_they_appear() -> None:
     }
 
 
+def test_a_reward_component_with_a_reserved_name_is_renamed_and_summed() -> None:
+    parts = {"success": torch.full((3,), 5.0), "return": torch.ones(3), "return_reward": torch.full((3,), 2.0)}
+    env = RslVecEnv(Simulator(extras={"reward_components": parts, "success": torch.tensor([1, 0, 1])}))
+    metric = env.step(ACTION).metric
+    assert {name: value[:, 0].tolist() for name, value in metric.items()} == {
+        "success_reward": [5, 5, 5],
+        "return_reward_reward": [1, 1, 1],
+        "return_reward": [2, 2, 2],
+        "success": [1, 0, 1],
+    }
+    assert env.metric_specs["success_reward"] == MetricSpec("success_reward", "sum", "reward_components")
+
+
 def test_log_loses_its_slash_and_tensors_become_their_mean() -> None:
     log = {"/curriculum/level": torch.tensor([1, 2]), "speed": 0.5}
     step = RslVecEnv(Simulator(extras={"log": log})).step(ACTION)
@@ -125,6 +139,67 @@ def test_groups_become_a_tensordict(kind: Any) -> None:
     assert isinstance(step.obs, TensorDict)
     assert step.obs.batch_size == torch.Size([3])
     assert step.obs["policy"].tolist() == [[1], [1], [1]]
+
+
+class GroupedSimulator(Simulator):
+    """The critic sees one number more than the policy, 100 above; an episode ends at every second step."""
+
+    final: Any = None
+
+    def get_observations(self) -> Any:
+        return {"policy": self.count[:, None], "critic": 100 + self.count[:, None].expand(3, 2)}
+
+    def step(self, actions: Tensor) -> Any:
+        self.count = self.count + 1
+        done = self.count == 2
+        self.count = torch.where(done, 0.0, self.count)
+        return self.get_observations(), torch.zeros(3), done, {"final_obs": self.final} if done.any() else {}
+
+
+def successors(final: Any) -> Any:
+    simulator = GroupedSimulator()
+    simulator.final = final
+    env = RslVecEnv(simulator)
+    batch, _ = rollout(env, lambda _: {"action": ACTION}, {"observation": env.reset()}, 4)
+    return batch["next_observation"]
+
+
+def test_a_plain_final_observation_is_that_of_the_policy_alone() -> None:
+    after = successors(torch.full((3, 1), 7.0))
+    assert after["policy"][:, 0, 0].tolist() == [1, 7, 1, 7]
+    # The last visible critic observation stands in: neither 7 nor 100, which is the one after the reset.
+    assert after["critic"][:, 0].tolist() == [[101, 101]] * 4
+
+
+@pytest.mark.parametrize("kind", [dict, lambda groups: TensorDict(groups, batch_size=[3])])
+def test_a_final_observation_may_have_all_groups(kind: Any) -> None:
+    after = successors(kind({"policy": torch.full((3, 1), 7.0), "critic": torch.full((3, 2), 8.0)}))
+    assert after["policy"][:, 0, 0].tolist() == [1, 7, 1, 7]
+    assert after["critic"][:, 0].tolist() == [[101, 101], [8, 8]] * 2
+
+
+def test_a_final_observation_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(EnvError, match=r"the group 'policy'; it is \[3, 2\]"):
+        successors(torch.zeros(3, 2))
+    with pytest.raises(EnvError, match=r"it is groups \['policy'\], the observation groups \['critic', 'policy'\]"):
+        successors({"policy": torch.zeros(3, 1)})
+
+
+def test_the_last_visible_observation_follows_a_restored_state() -> None:
+    class Saves(GroupedSimulator):
+        final = torch.full((3, 1), 7.0)
+
+        def state_dict(self) -> dict[str, Tensor]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.count = state["count"]
+
+    env = RslVecEnv(Saves())
+    env.load_state_dict({"count": torch.ones(3)})
+    final = env.step(ACTION).final_obs
+    assert isinstance(final, TensorDict)
+    assert final["critic"].tolist() == [[101, 101]] * 3
 
 
 def test_a_tuple_brings_its_further_groups() -> None:

@@ -55,6 +55,8 @@ class TensorTask(VecEnv):
 
     def __init__(self, num_envs: int, device: torch.device | str = "cpu", **options: Any) -> None:
         for name, value in (("num_envs", num_envs), ("max_episode_steps", self.max_episode_steps)):
+            if not isinstance(value, int | np.integer):
+                raise ConfigError(f"{type(self).__name__}.{name} must be a whole number, got {value!r}")
             if value < 1:
                 raise ConfigError(f"{type(self).__name__}.{name} must be at least 1, got {value}")
         self.num_envs = num_envs

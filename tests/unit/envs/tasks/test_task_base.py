@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -215,6 +216,9 @@ def test_impossible_options_are_refused() -> None:
         CartPole(0)
     with pytest.raises(ConfigError, match=r"Pendulum.max_episode_steps"):
         Pendulum(1, max_episode_steps=0)
+    half: Any = 1.5
+    with pytest.raises(ConfigError, match=r"Lift.max_episode_steps must be a whole number, got 1.5"):
+        Lift(1, max_episode_steps=half)
     with pytest.raises(ConfigError, match=r"Lift.target_height"):
         Lift(1, target_height=0.5)
     with pytest.raises(ConfigError, match=r"Recall.num_cues"):

@@ -1,0 +1,33 @@
+"""Rules of the repository that no single module owns."""
+
+import ast
+from pathlib import Path
+
+import apexrl
+
+PACKAGE = Path(apexrl.__file__).parent
+
+
+def test_every_public_name_is_importable_from_the_package() -> None:
+    missing = [name for name in apexrl.__all__ if not hasattr(apexrl, name)]
+    assert missing == []
+
+
+def test_the_two_lists_of_public_names_agree() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    for_checkers = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert for_checkers == set(apexrl.__all__) - {"__version__"}
+
+
+def test_the_help_does_not_wait_for_pytorch() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import contextlib, sys, apexrl.cli\n"
+        "with contextlib.suppress(SystemExit):\n    apexrl.cli.main(['--help'])\n"
+        "print('torch' in sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "False"
