@@ -38,9 +38,9 @@ format: install  ## Format and fix what can be fixed.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: install  ## Compare with Stable-Baselines3 on HalfCheetah-v5 (about half an hour on two cores).
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
-	$(BIN)/python benchmarks/ppo_learning.py
+bench: install  ## Install the peers and compare with them on one CPU thread (apexrl bench runs the others).
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
+	$(BIN)/apexrl bench ppo_cpu
 
 clean:  ## Remove the virtual environment and caches.
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,4 +1,4 @@
-"""The command line: train, eval, play, plot, list, check-env."""
+"""The command line: train, eval, play, plot, list, check-env, bench."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Overrides = list[tuple[str, str]]
 """``section.key`` and the text given for it."""
 Command = Callable[[argparse.Namespace, Overrides], int]
-COMMANDS = ("train", "eval", "play", "plot", "list", "check-env")
+COMMANDS = ("train", "eval", "play", "plot", "list", "check-env", "bench")
 _NO_MEMORY = re.compile(r"allocate memory|not enough memory|out of memory|Storage size", re.IGNORECASE)
 """How PyTorch says it; its exception is a plain RuntimeError on the CPU."""
 DESCRIPTION = """\
@@ -138,6 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("--output", type=Path, metavar="FILE.png", help="default curve.png in the first run directory")
 
     command("list", "List presets, tasks and algorithms.", _list)
+    bench = command("bench", "Run a benchmark of the source tree against the peers it needs (make bench).", _bench)
+    bench.add_argument("name", help="ppo_cpu, ppo_gpu, envs, ppo_learning or profile_iteration")
+    bench.add_argument("options", nargs=argparse.REMAINDER, help="of the benchmark, such as --quick")
     check = command("check-env", "Check that an environment keeps the contract.", _check_env)
     check.add_argument("id", help="a task that ships with the package, or a Gymnasium id")
     check.add_argument("--num-envs", type=_positive, default=4, metavar="N", help="default 4")
@@ -338,6 +341,7 @@ def _plot(options: argparse.Namespace, _: Overrides) -> int:
 def _list(_: argparse.Namespace, __: Overrides) -> int:
     from apexrl.algorithms import ALGORITHMS
     from apexrl.config import preset_names, preset_summary
+    from apexrl.envs.mujoco_tasks import TASKS as MUJOCO_TASKS
     from apexrl.envs.tasks import TASKS
 
     print("Presets (apexrl train NAME):")
@@ -346,10 +350,24 @@ def _list(_: argparse.Namespace, __: Overrides) -> int:
     print("Tasks (--task.id NAME; any Gymnasium id works too):")
     for name, task in TASKS.items():
         print(f"  {name:18} {(task.__doc__ or '').splitlines()[0]}")
+    print(f"  {'mujoco/NAME':18} Gymnasium's {', '.join(MUJOCO_TASKS)}, faster and with threads.")
     print("Algorithms (--algo.name NAME):")
     for name, (algorithm, _config) in ALGORITHMS.items():
         print(f"  {name:18} {(algorithm.__doc__ or '').splitlines()[0]}")
     return 0
+
+
+def _bench(options: argparse.Namespace, _: Overrides) -> int:
+    import subprocess
+
+    directory = Path(__file__).parents[2] / "benchmarks"
+    names = sorted(path.stem for path in directory.glob("*.py") if path.stem != "report")
+    if not names:
+        raise ConfigError("Benchmarks come with the source tree, not with the installed package: clone the repository.")
+    if options.name not in names:
+        hint = did_you_mean(options.name, names)
+        raise ConfigError(f"Unknown benchmark '{options.name}'; benchmarks are {', '.join(names)}.{hint}")
+    return subprocess.call([sys.executable, str(directory / f"{options.name}.py"), *options.options])
 
 
 def _check_env(options: argparse.Namespace, _: Overrides) -> int:
