@@ -83,12 +83,21 @@ def test_a_recurrent_policy_remembers_and_a_memoryless_one_cannot(seed: int) -> 
         assert train(make_env("recall", 32), ActorCritic.for_env, cfg, 60_000, seed).mean("success_once") <= 0.8
 
 
+def train_preset(name: str, seed: int) -> EvaluationResult:
+    """Train a preset for as long as it says."""
+    config = load_config(name)
+
+    def policy_for(env: VecEnv) -> Policy:
+        return make_policy(config.policy, env, torch.device("cpu"))
+
+    env = make_env(config.task.id, config.task.num_envs)
+    return train(env, policy_for, config.algo, config.training.total_timesteps, seed)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_cartpole_reaches_475_within_100_000_steps(seed: int) -> None:
-    config = load_config("cartpole_ppo")
-    env = make_env("CartPole-v1", config.task.num_envs)
-    result = train(env, lambda e: make_policy(config.policy, e, torch.device("cpu")), config.algo, 100_000, seed)
-    assert result.mean("return") >= 475
+    assert load_config("cartpole_ppo").training.total_timesteps == 100_000
+    assert train_preset("cartpole_ppo", seed).mean("return") >= 475
 
 
 @pytest.mark.parametrize(("distribution", "seed"), [("gaussian", 0), ("squashed_gaussian", 1)])
@@ -106,7 +115,4 @@ def test_pendulum_swings_up(distribution: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_lift_with_the_preset(seed: int) -> None:
-    config = load_config("lift_ppo")
-    env = make_env("lift", config.task.num_envs)
-    result = train(env, lambda e: make_policy(config.policy, e, torch.device("cpu")), config.algo, 1_200_000, seed)
-    assert result.mean("success_once") >= 0.95
+    assert train_preset("lift_ppo", seed).mean("success_once") >= 0.95
