@@ -1,6 +1,6 @@
 """Learning on HalfCheetah-v5: ours against Stable-Baselines3 with the same hyper-parameters.
 
-    python benchmarks/ppo_learning.py [--seeds 0,1,2] [--steps 300000] [--episodes 20]
+    python benchmarks/ppo_learning.py [--seeds 0,1,2] [--steps 300000] [--episodes 20] [--jobs 1]
 
 Both: one environment, 2048 steps, 32 minibatches, 10 epochs, learning rate 3e-4 falling to 0, networks 64-64 tanh,
 observations and rewards normalised. Our value loss has the factor one half that theirs lacks, hence our coefficient
@@ -10,7 +10,9 @@ observations and rewards normalised. Our value loss has the factor one half that
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -56,33 +58,42 @@ def sb3(seed: int, steps: int, episodes: int) -> tuple[float, float]:
     return float(np.mean(mode)), float(np.mean(sampled))
 
 
+CONTENDERS = {"stable-baselines3": sb3, "apexrl": ours}
+
+
+def run(job: tuple[str, int, int, int]) -> dict[str, Any]:
+    """Train and evaluate one contender from one seed."""
+    name, seed, steps, episodes = job
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    started = time.perf_counter()
+    result, sampled = CONTENDERS[name](seed, steps, episodes)
+    seconds = time.perf_counter() - started
+    print(
+        f"{name:18} seed {seed:2}  return {result:8.1f}  with sampled actions {sampled:8.1f}  {seconds:6.0f} s",
+        flush=True,
+    )
+    return {"library": name, "seed": seed, "return": result, "sampled": sampled, "seconds": seconds}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=300_000)
     parser.add_argument("--episodes", type=int, default=20)
-    parser.add_argument("--only", choices=("apexrl", "stable-baselines3"), help="run one of the two, write nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, each on one thread")
+    parser.add_argument("--only", choices=tuple(CONTENDERS), help="run one of the two, write nothing")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    contenders = {"apexrl": ours, "stable-baselines3": sb3}
-    if options.only:
-        contenders = {options.only: contenders[options.only]}
-    for seed in map(int, options.seeds.split(",")):
-        for name, run in contenders.items():
-            started = time.perf_counter()
-            result, sampled = run(seed, options.steps, options.episodes)
-            seconds = time.perf_counter() - started
-            rows.append({"library": name, "seed": seed, "return": result, "sampled": sampled, "seconds": seconds})
-            print(
-                f"{name:18} seed {seed}  return {result:8.1f}  with sampled actions {sampled:8.1f}  {seconds:6.0f} s",
-                flush=True,
-            )
-    for name in contenders:
-        mode, drawn = ([row[key] for row in rows if row["library"] == name] for key in ("return", "sampled"))
+    names = [options.only] if options.only else list(CONTENDERS)
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    jobs = [(name, seed, options.steps, options.episodes) for name in names for seed in seeds]
+    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
+        rows = pool.map(run, jobs, chunksize=1)
+    for name in names:
+        mode, drawn = (np.array([row[key] for row in rows if row["library"] == name]) for key in ("return", "sampled"))
         print(
-            f"{name:18} mean    return {np.mean(mode):8.1f}  with sampled actions {np.mean(drawn):8.1f}  "
-            f"over {len(mode)} seeds"
+            f"{name:18} mean    return {mode.mean():8.1f} (standard error {mode.std(ddof=1) / len(mode) ** 0.5:.0f}), "
+            f"median {np.median(mode):8.1f}; with sampled actions {drawn.mean():8.1f}; over {len(mode)} seeds"
         )
     if not options.only:
         print(f"wrote {report.write('ppo_learning', {'task': TASK, 'steps': options.steps, 'rows': rows})}")
