@@ -9,17 +9,12 @@ observations and rewards normalised. Our value loss has the factor one half that
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import time
-import warnings
-from typing import Any
+import sys
 
-import numpy as np
-import report
+import compare_learning
 import torch
 
-from apexrl import PPO, Trainer, make_env
+from apexrl import PPO, PPOConfig, Trainer, make_env
 from apexrl.agent import TrainingConfig
 from apexrl.config import load_config
 from apexrl.run import make_policy
@@ -29,6 +24,7 @@ TASK = "HalfCheetah-v5"
 
 def ours(seed: int, steps: int, episodes: int) -> tuple[float, float]:
     config = load_config("halfcheetah_ppo")
+    assert isinstance(config.algo, PPOConfig)
     torch.manual_seed(seed)
     env = make_env(TASK, 1)
     policy = make_policy(config.policy, env, torch.device("cpu"))
@@ -42,7 +38,6 @@ def ours(seed: int, steps: int, episodes: int) -> tuple[float, float]:
 def sb3(seed: int, steps: int, episodes: int) -> tuple[float, float]:
     import stable_baselines3
     from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.evaluation import evaluate_policy
     from stable_baselines3.common.vec_env import VecNormalize
 
     env = VecNormalize(make_vec_env(TASK, 1, seed=seed))
@@ -52,52 +47,10 @@ def sb3(seed: int, steps: int, episodes: int) -> tuple[float, float]:
     )  # fmt: skip
     model.learn(steps)
     env.training, env.norm_reward = False, False
-    env.seed(seed + 1_000_003)
-    mode, _ = evaluate_policy(model, env, episodes, deterministic=True)
-    sampled, _ = evaluate_policy(model, env, episodes, deterministic=False)
-    return float(np.mean(mode)), float(np.mean(sampled))
-
-
-CONTENDERS = {"stable-baselines3": sb3, "apexrl": ours}
-
-
-def run(job: tuple[str, int, int, int]) -> dict[str, Any]:
-    """Train and evaluate one contender from one seed."""
-    name, seed, steps, episodes = job
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    started = time.perf_counter()
-    result, sampled = CONTENDERS[name](seed, steps, episodes)
-    seconds = time.perf_counter() - started
-    print(
-        f"{name:18} seed {seed:2}  return {result:8.1f}  with sampled actions {sampled:8.1f}  {seconds:6.0f} s",
-        flush=True,
-    )
-    return {"library": name, "seed": seed, "return": result, "sampled": sampled, "seconds": seconds}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=300_000)
-    parser.add_argument("--episodes", type=int, default=20)
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, each on one thread")
-    parser.add_argument("--only", choices=tuple(CONTENDERS), help="run one of the two, write nothing")
-    options = parser.parse_args()
-    names = [options.only] if options.only else list(CONTENDERS)
-    seeds = [int(seed) for seed in options.seeds.split(",")]
-    jobs = [(name, seed, options.steps, options.episodes) for name in names for seed in seeds]
-    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
-        rows = pool.map(run, jobs, chunksize=1)
-    for name in names:
-        mode, drawn = (np.array([row[key] for row in rows if row["library"] == name]) for key in ("return", "sampled"))
-        print(
-            f"{name:18} mean    return {mode.mean():8.1f} (standard error {mode.std(ddof=1) / len(mode) ** 0.5:.0f}), "
-            f"median {np.median(mode):8.1f}; with sampled actions {drawn.mean():8.1f}; over {len(mode)} seeds"
-        )
-    if not options.only:
-        print(f"wrote {report.write('ppo_learning', {'task': TASK, 'steps': options.steps, 'rows': rows})}")
+    return compare_learning.sb3_returns(model, env, seed, episodes)
 
 
 if __name__ == "__main__":
-    main()
+    compare_learning.compare(
+        "ppo_learning", TASK, 300_000, {"stable-baselines3": sb3, "apexrl": ours}, __doc__, sys.argv[1:]
+    )

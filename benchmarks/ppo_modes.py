@@ -19,7 +19,7 @@ import report
 import torch
 
 from apexrl.agent import Trainer, TrainingConfig
-from apexrl.algorithms import PPO
+from apexrl.algorithms import PPO, PPOConfig
 from apexrl.collectors import SyncCollector
 from apexrl.config import load_config
 from apexrl.envs import make_env
@@ -40,6 +40,7 @@ NEEDS_CUDA = ("graphs", "TF32")
 def train(acceleration: Acceleration, seed: int, device: torch.device) -> dict[str, Any]:
     """Train once; returns the curve of the success rate and a final evaluation."""
     config = load_config("lift_ppo")
+    assert isinstance(config.algo, PPOConfig)
     acceleration.apply()
     torch.manual_seed(seed)
     env = make_env(config.task.id, config.task.num_envs, device=device)

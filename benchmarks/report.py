@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 from importlib import metadata
@@ -18,7 +19,8 @@ def environment() -> dict[str, Any]:
     return {
         "machine": {
             "cpu": _cpu(),
-            "cores": torch.get_num_threads(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
             "gpu": _gpu(),
             "python": platform.python_version(),
         },

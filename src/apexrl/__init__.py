@@ -10,8 +10,12 @@ if TYPE_CHECKING:
     from apexrl.agent import Trainer as Trainer
     from apexrl.agent import TrainingConfig as TrainingConfig
     from apexrl.algorithms import PPO as PPO
+    from apexrl.algorithms import SAC as SAC
     from apexrl.algorithms import BaseAlgorithm as BaseAlgorithm
     from apexrl.algorithms import PPOConfig as PPOConfig
+    from apexrl.algorithms import SACConfig as SACConfig
+    from apexrl.buffers import ReplayBuffer as ReplayBuffer
+    from apexrl.collectors import AsyncCollector as AsyncCollector
     from apexrl.collectors import BaseCollector as BaseCollector
     from apexrl.collectors import SyncCollector as SyncCollector
     from apexrl.config import Config as Config
@@ -31,9 +35,11 @@ if TYPE_CHECKING:
     from apexrl.metrics import get_metric_specs_from_env as get_metric_specs_from_env
     from apexrl.models import MLPActor as MLPActor
     from apexrl.models import MLPCritic as MLPCritic
+    from apexrl.models import QEnsemble as QEnsemble
     from apexrl.policies import ActorCritic as ActorCritic
     from apexrl.policies import Policy as Policy
     from apexrl.policies import RecurrentActorCritic as RecurrentActorCritic
+    from apexrl.policies import SACPolicy as SACPolicy
     from apexrl.types import EnvStep as EnvStep
     from apexrl.types import PolicyOutput as PolicyOutput
 
@@ -42,14 +48,15 @@ __version__ = "0.1.0"
 # Names are imported when first used, so that `apexrl --help` does not wait for PyTorch.
 _HOME = {
     "agent": ("OnPolicyRunner", "Trainer", "TrainingConfig"),
-    "algorithms": ("PPO", "BaseAlgorithm", "PPOConfig"),
-    "collectors": ("BaseCollector", "SyncCollector"),
+    "algorithms": ("PPO", "SAC", "BaseAlgorithm", "PPOConfig", "SACConfig"),
+    "buffers": ("ReplayBuffer",),
+    "collectors": ("AsyncCollector", "BaseCollector", "SyncCollector"),
     "config": ("Config", "load_config"),
     "envs": ("GymVecEnv", "MujocoVecEnv", "RslVecEnv", "VecEnv", "check_env", "make_env"),
     "evaluation": ("EvaluationResult", "evaluate", "record_video"),
     "metrics": ("EpisodeMetrics", "MetricSpec", "aggregate_metrics", "get_metric_specs_from_env"),
-    "models": ("MLPActor", "MLPCritic"),
-    "policies": ("ActorCritic", "Policy", "RecurrentActorCritic"),
+    "models": ("MLPActor", "MLPCritic", "QEnsemble"),
+    "policies": ("ActorCritic", "Policy", "RecurrentActorCritic", "SACPolicy"),
     "types": ("EnvStep", "PolicyOutput"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -153,8 +153,10 @@ def _field_list() -> str:
     from apexrl.config import SECTIONS, field_help
 
     lines = ["", "configuration (--section.key value):"]
-    for section, cls in SECTIONS.items():
+    for section, cls in ((section, cls) for section, classes in SECTIONS.items() for cls in classes):
         texts, defaults = field_help(cls), cls()
+        if len(SECTIONS[section]) > 1:
+            lines.append(f"with --{section}.name {defaults.name}:")
         for entry in fields(cls):
             default = _show(getattr(defaults, entry.name))
             lines.append(f"  --{section}.{entry.name}  [{default}]  {texts[entry.name]}")
@@ -361,7 +363,7 @@ def _bench(options: argparse.Namespace, _: Overrides) -> int:
     import subprocess
 
     directory = Path(__file__).parents[2] / "benchmarks"
-    names = sorted(path.stem for path in directory.glob("*.py") if path.stem != "report")
+    names = sorted(path.stem for path in directory.glob("*.py") if path.stem not in ("report", "compare_learning"))
     if not names:
         raise ConfigError("Benchmarks come with the source tree, not with the installed package: clone the repository.")
     if options.name not in names:

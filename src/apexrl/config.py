@@ -17,7 +17,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from apexrl.agent.trainer import TrainingConfig
-from apexrl.algorithms import ALGORITHMS, PPOConfig
+from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, PPOConfig
 from apexrl.errors import ConfigError, did_you_mean
 from apexrl.models.actor import DistributionName
 
@@ -156,19 +156,18 @@ class Config:
 
     task: TaskConfig = field(default_factory=TaskConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    algo: PPOConfig = field(default_factory=PPOConfig)
+    algo: AlgorithmConfig = field(default_factory=PPOConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
 
     def __post_init__(self) -> None:
-        samples = self.algo.num_steps * self.task.num_envs
-        parts = self.task.num_envs if self.policy.kind == "gru" else samples
-        if self.algo.num_minibatches > parts:
-            what = "sequences (task.num_envs; a gru keeps them whole)" if self.policy.kind == "gru" else "samples"
+        kinds = list(ALGORITHMS[self.algo.name][0].policies)
+        if self.policy.kind not in kinds:
             raise ConfigError(
-                f"algo.num_minibatches is {self.algo.num_minibatches}, but a rollout has {parts} {what}; lower it."
+                f"policy.kind must be one of {kinds} for algo.name '{self.algo.name}', got '{self.policy.kind}'."
             )
+        self.algo.check_rollout(self.task.num_envs, keeps_sequences=self.policy.kind == "gru")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that YAML and checkpoints can hold."""
@@ -176,14 +175,15 @@ class Config:
         return plain
 
 
-SECTIONS: dict[str, type] = {
-    "task": TaskConfig,
-    "policy": PolicyConfig,
-    "algo": PPOConfig,
-    "training": TrainingConfig,
-    "logging": LoggingConfig,
-    "features": FeaturesConfig,
+SECTIONS: dict[str, tuple[type, ...]] = {
+    "task": (TaskConfig,),
+    "policy": (PolicyConfig,),
+    "algo": tuple(config for _, config in ALGORITHMS.values()),
+    "training": (TrainingConfig,),
+    "logging": (LoggingConfig,),
+    "features": (FeaturesConfig,),
 }
+"""Section -> its classes; ``algo.name`` says which of several."""
 
 
 def preset_names() -> list[str]:
@@ -302,7 +302,10 @@ def load_config(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Confi
 
 def field_paths() -> list[str]:
     """Return every ``section.field``."""
-    return [f"{section}.{entry.name}" for section, cls in SECTIONS.items() for entry in fields(cls)]
+    every = [
+        f"{section}.{entry.name}" for section, classes in SECTIONS.items() for cls in classes for entry in fields(cls)
+    ]
+    return list(dict.fromkeys(every))
 
 
 def field_help(section: type) -> dict[str, str]:
@@ -319,7 +322,7 @@ def field_help(section: type) -> dict[str, str]:
 
 
 def _section(name: str, values: dict[str, Any], problems: list[str]) -> Any:
-    section = SECTIONS[name]
+    section = SECTIONS[name][0]
     if name == "algo":
         wanted = values.get("name", "ppo")
         if not isinstance(wanted, str) or wanted not in ALGORITHMS:

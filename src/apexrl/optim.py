@@ -6,14 +6,22 @@ can be skipped, without reading anything back to the host.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 BETA_MEAN, BETA_SQUARE = 0.9, 0.999
+
+
+def flatten(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Move parameters into one flat tensor, of which they become views."""
+    parameters = list(parameters)
+    flat = torch.cat([p.detach().flatten() for p in parameters])
+    for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
+        parameter.data = part.view(parameter.shape)
+    return flat
 
 
 class FlatAdam:
@@ -39,22 +47,38 @@ class FlatAdam:
     ) -> None:
         self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
         self.eps, self.max_grad_norm = eps, max_grad_norm
-        self.flat = torch.cat([p.detach().flatten() for p in self.parameters.values()])
+        self.flat = flatten(self.parameters.values())
         self.gradient = torch.zeros_like(self.flat)
-        views, gradients = self.views(self.flat), self.views(self.gradient)
-        for name, parameter in self.parameters.items():
-            parameter.data, parameter.grad = views[name], gradients[name]
+        for name, gradient in self.views(self.gradient).items():
+            self.parameters[name].grad = gradient
         self.learning_rate = torch.tensor(learning_rate, device=self.flat.device)
         self.state = {
             "mean": torch.zeros_like(self.flat),
             "square": torch.zeros_like(self.flat),
-            "steps": torch.zeros((), device=self.flat.device),
+            # β₁ᵗ and β₂ᵗ, kept because a compiled step would compute the powers again for every few parameters; in
+            # float64, because 1 − β₂ᵗ is a small difference at the first steps.
+            "mean_decay": torch.ones((), device=self.flat.device, dtype=torch.float64),
+            "square_decay": torch.ones((), device=self.flat.device, dtype=torch.float64),
         }
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Cut a flat tensor into the parameters' shapes, by name."""
         parts = torch.split(flat, [p.numel() for p in self.parameters.values()])
         return {name: part.view(p.shape) for part, (name, p) in zip(parts, self.parameters.items(), strict=True)}
+
+    def gradient_at(
+        self, loss_at: Callable[[Mapping[str, Tensor]], tuple[Tensor, Any]], *, functional: bool
+    ) -> tuple[Tensor, Any, Tensor]:
+        """Return loss, whatever comes with it, and the flat gradient, of a loss that takes the parameters by name.
+
+        As a function of the flat parameters, forward and backward pass compile as one piece.
+        """
+        if functional:
+            function = torch.func.grad_and_value(lambda flat: loss_at(self.views(flat)), has_aux=True)
+            gradient, (loss, more) = function(self.flat)
+            return loss, more, gradient
+        loss, more = loss_at(self.parameters)
+        return loss, more, self.gradient_of(loss)
 
     def gradient_of(self, loss: Tensor) -> Tensor:
         """Return the flat gradient of a loss; parameters that it does not depend on get zeros."""
@@ -63,24 +87,25 @@ class FlatAdam:
 
     @torch.no_grad()
     def step(self, gradient: Tensor, gradient_norm: Tensor, skip: Tensor) -> None:
-        """Clip and step; where ``skip`` (0-d, 0 or 1) is 1, parameters, moments and step count stay as they are."""
+        """Clip and step; where ``skip`` (0-d, 0 or 1) is 1, parameters and state stay as they are."""
         taken = 1.0 - skip
         scale = (self.max_grad_norm / (gradient_norm + 1e-6)).clamp(max=1.0)
         # A skipped gradient may be NaN, and 0 · NaN is NaN: choose, do not multiply.
         self.gradient.copy_(torch.where(skip > 0, 0.0, gradient * scale))
-        mean, square, steps = self.state["mean"], self.state["square"], self.state["steps"]
-        steps.add_(taken)
+        mean, square = self.state["mean"], self.state["square"]
         mean.lerp_(self.gradient, (1.0 - BETA_MEAN) * taken)
         square.mul_(1.0 - (1.0 - BETA_SQUARE) * taken).addcmul_(self.gradient, self.gradient, value=1.0 - BETA_SQUARE)
-        # 1 − βᵗ by expm1: in float32 the plain difference would lose four digits at the first steps.
-        count = steps.clamp(min=1.0)
-        unbias_mean = -torch.expm1(count * math.log(BETA_MEAN))
-        unbias_square = -torch.expm1(count * math.log(BETA_SQUARE))
+        mean_decay, square_decay = self.state["mean_decay"], self.state["square_decay"]
+        mean_decay.mul_(1.0 - (1.0 - BETA_MEAN) * taken.double())
+        square_decay.mul_(1.0 - (1.0 - BETA_SQUARE) * taken.double())
+        # A first step that was skipped leaves 1 − β⁰ = 0 below: any number does, because its size is 0.
+        unbias_mean = (1.0 - mean_decay).clamp(min=1.0 - BETA_MEAN).float()
+        unbias_square = (1.0 - square_decay).clamp(min=1.0 - BETA_SQUARE).float()
         size = self.learning_rate * taken / unbias_mean
         self.flat.sub_(size * mean / ((square / unbias_square).sqrt() + self.eps))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return moments, step count and learning rate as plain tensors."""
+        """Return moments, their decays and the learning rate as plain tensors."""
         state = {name: value.clone() for name, value in self.state.items()}
         return {"learning_rate": self.learning_rate.clone(), "state": state}
 

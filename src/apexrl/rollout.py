@@ -157,6 +157,8 @@ class _Columns:
         self.num_steps = num_steps
         self.keep = None if keep is None else OUTCOME_KEYS | set(keep)
         self.columns: dict[str | tuple[str, ...], Tensor] = {}
+        self.rows: dict[str | tuple[str, ...], tuple[Tensor, ...]] = {}
+        """The columns cut into steps once, which is faster than an index at every step."""
 
     def keeps(self, name: str) -> bool:
         return self.keep is None or name in self.keep
@@ -169,7 +171,8 @@ class _Columns:
         """Write a number that may be missing at other steps, where it stays NaN."""
         if key not in self.columns:
             self.columns[key] = torch.full((self.num_steps, *value.shape), torch.nan, device=value.device)
-        self.columns[key][t].copy_(value)
+            self.rows[key] = self.columns[key].unbind()
+        self.rows[key][t].copy_(value)
 
     def batch(self, num_steps: int, num_envs: int) -> TensorDict:
         """Join the columns, cut to the steps that were taken."""
@@ -185,11 +188,11 @@ class _Columns:
 
     def _write(self, t: int, key: str | tuple[str, ...], value: Any) -> None:
         if isinstance(value, Tensor):
-            column = self.columns.get(key)
-            if column is None:
+            if key not in self.columns:
                 column = torch.empty((self.num_steps, *value.shape), dtype=value.dtype, device=value.device)
                 self.columns[key] = column
-            column[t].copy_(value)
+                self.rows[key] = column.unbind()
+            self.rows[key][t].copy_(value)
             return
         path: Sequence[str] = (key,) if isinstance(key, str) else key
         for name, child in value.items():

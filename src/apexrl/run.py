@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from apexrl.agent import Trainer, checkpoint
-from apexrl.algorithms import ALGORITHMS, BaseAlgorithm
+from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig
 from apexrl.algorithms.base import find_device
 from apexrl.collectors import SyncCollector
 from apexrl.config import Config, PolicyConfig, make_config, parse_yaml, with_overrides
@@ -26,7 +26,7 @@ from apexrl.envs import VecEnv, make_env
 from apexrl.errors import ApexRLError, CheckpointError, ConfigError, RunDirError
 from apexrl.graphs import Acceleration
 from apexrl.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger, cut_json_lines
-from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic
+from apexrl.policies import Policy
 
 # What may change when a run goes on: how long, how often, and where to; not what is learned.
 RESUMABLE_SECTIONS = ("training", "logging", "features")
@@ -154,7 +154,7 @@ def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = ()) 
     random.seed(config.training.seed)
     np.random.seed(config.training.seed)
     env = make_task(config, device)
-    policy = make_policy(config.policy, env, device)
+    policy = make_policy(config.policy, env, device, config.algo)
     make: Any = ALGORITHMS[config.algo.name][0]
     features = config.features
     acceleration = Acceleration(graphs=features.graphs, compile=features.compile, precision=features.precision)
@@ -209,7 +209,7 @@ def load_trained(source: Path) -> TrainedPolicy:
     except ConfigError:  # trained on a device that this machine does not have
         device = find_device()
     env = make_task(config, device, 1)
-    policy = make_policy(config.policy, env, device)
+    policy = make_policy(config.policy, env, device, config.algo)
     env.close()
     checkpoint.load_module(policy, content["policy"], source)
     policy.eval()
@@ -228,8 +228,11 @@ def make_task(config: Config, device: torch.device, num_envs: int | None = None)
         raise ConfigError(f"task.kwargs {task.kwargs} cannot be given to '{task.id}': {error}.") from error
 
 
-def make_policy(cfg: PolicyConfig, env: VecEnv, device: torch.device) -> Policy:
-    """Make the policy of a configuration for an environment's spaces."""
+def make_policy(cfg: PolicyConfig, env: VecEnv, device: torch.device, algo: AlgorithmConfig | None = None) -> Policy:
+    """Make the policy of a configuration for an environment's spaces; for PPO when no algorithm is given."""
+    algo = algo or PPOConfig()
+    algorithm = ALGORITHMS[algo.name][0]
+    policy_class = algorithm.policies[cfg.kind]
     head = {
         "distribution": cfg.distribution,
         "init_std": cfg.init_std,
@@ -238,7 +241,7 @@ def make_policy(cfg: PolicyConfig, env: VecEnv, device: torch.device) -> Policy:
         "state_dependent_std": cfg.state_dependent_std,
     }
     if cfg.kind == "gru":
-        return RecurrentActorCritic.for_env(
+        return policy_class.for_env(
             env,
             hidden_dims=cfg.hidden_dims,
             memory_dim=cfg.memory_dim,
@@ -254,10 +257,14 @@ def make_policy(cfg: PolicyConfig, env: VecEnv, device: torch.device) -> Policy:
         **head,
     }
     critic_dims = cfg.hidden_dims if cfg.critic_hidden_dims is None else cfg.critic_hidden_dims
-    critic_cfg = {"hidden_dims": critic_dims, "activation": cfg.activation, "groups": cfg.critic_groups}
-    return ActorCritic.for_env(env, actor_cfg=actor_cfg, critic_cfg=critic_cfg, normalize_obs=cfg.normalize_obs).to(
-        device
-    )
+    critic_cfg = {
+        "hidden_dims": critic_dims,
+        "activation": cfg.activation,
+        "groups": cfg.critic_groups,
+        **algorithm.critic_options(algo),
+    }
+    policy = policy_class.for_env(env, actor_cfg=actor_cfg, critic_cfg=critic_cfg, normalize_obs=cfg.normalize_obs)
+    return policy.to(device)
 
 
 def prepare_device(config: Config) -> torch.device:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from apexrl import cli, config, envs, plots, run
+from apexrl.algorithms import ALGORITHMS
 from apexrl.config import SECTIONS, field_help
 from apexrl.errors import ApexRLError
 
@@ -206,13 +207,14 @@ def test_pictures_are_small() -> None:
 def field_table() -> str:
     """The table of every configuration field, from its default and the sentence below it."""
     lines = ["| field | default | meaning |", "|---|---|---|"]
-    for section, cls in SECTIONS.items():
+    for section, cls in ((section, cls) for section, classes in SECTIONS.items() for cls in classes):
         texts, defaults = field_help(cls), cls()
+        which = f" ({defaults.name})" if len(SECTIONS[section]) > 1 else ""
         for entry in fields(cls):
             value = getattr(defaults, entry.name)
             shown = "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
             meaning = texts[entry.name].replace("``", "`").replace("|", "\\|")
-            lines.append(f"| `{section}.{entry.name}` | `{shown}` | {meaning} |")
+            lines.append(f"| `{section}.{entry.name}`{which} | `{shown}` | {meaning} |")
     return "\n".join(lines)
 
 
@@ -227,9 +229,10 @@ def test_the_table_of_fields_is_current() -> None:
     assert text == with_field_table(text), "run: python tests/docs/test_docs.py"
 
 
-def test_ppo_page_names_every_option() -> None:
-    text = (ROOT / "docs" / "ppo.md").read_text(encoding="utf-8")
-    options = {entry.name for entry in fields(SECTIONS["algo"])} - {"name"}
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_page_of_an_algorithm_names_every_option(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    options = {entry.name for entry in fields(ALGORITHMS[name][1])} - {"name"}
     assert options <= set(re.findall(r"`(\w+)`", text))
 
 

@@ -314,17 +314,20 @@ def _unread(section: str, names: Iterable[str], reads: set[tuple[str, str]]) -> 
     return [name for name in names if not {(section, name), ("cfg", name)} & reads]
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_every_field_is_read_by_something(section: str) -> None:
+CLASSES = [(section, cls) for section, classes in SECTIONS.items() for cls in classes]
+
+
+@pytest.mark.parametrize(("section", "cls"), CLASSES)
+def test_every_field_is_read_by_something(section: str, cls: type) -> None:
     reads = _reads(SOURCES)
-    assert _unread(section, [entry.name for entry in fields(SECTIONS[section])], reads) == []
+    assert _unread(section, [entry.name for entry in fields(cls)], reads) == []
     assert _unread(section, ["made_up"], reads) == ["made_up"]
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_every_field_has_a_sentence(section: str) -> None:
-    texts = field_help(SECTIONS[section])
-    assert list(texts) == [entry.name for entry in fields(SECTIONS[section])]
+@pytest.mark.parametrize(("section", "cls"), CLASSES)
+def test_every_field_has_a_sentence(section: str, cls: type) -> None:
+    texts = field_help(cls)
+    assert list(texts) == [entry.name for entry in fields(cls)]
     assert all(text.endswith(".") and len(text) > 8 for text in texts.values()), texts
 
 
@@ -333,7 +336,7 @@ def test_the_help_shows_every_field_with_its_sentence(capsys: pytest.CaptureFixt
         main(["train", "--help"])
     assert left.value.code == 0
     shown = capsys.readouterr().out
-    for section, cls in SECTIONS.items():
+    for section, cls in CLASSES:
         for name, text in field_help(cls).items():
             assert f"--{section}.{name} " in shown
             assert text in shown

@@ -73,10 +73,10 @@ class OnPolicyRunner(Trainer):
     ) -> None:
         vec_env = as_vec_env(env)
         if agent is None:
-            if algorithm not in ALGORITHMS:
+            known = [name for name, (cls, _) in ALGORITHMS.items() if cls.on_policy]
+            if algorithm not in known:
                 raise ConfigError(
-                    f"Unknown algorithm '{algorithm}'; known are {sorted(ALGORITHMS)}."
-                    + did_you_mean(algorithm, ALGORITHMS)
+                    f"Unknown on-policy algorithm '{algorithm}'; known are {known}." + did_you_mean(algorithm, known)
                 )
             make: Any = ALGORITHMS[algorithm][0]
             agent = make(

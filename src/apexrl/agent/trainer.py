@@ -197,6 +197,7 @@ class Trainer:
         if evaluated:
             stats.update(_known(self.evaluate(self.cfg.eval_episodes).logs()))
         if evaluated or self.iteration % self.log_interval == 0:
+            stats.update(self.collector.metrics())
             for logger in self.loggers:
                 logger.log(stats)
             self.collector.episode_metrics.clear()
@@ -224,7 +225,7 @@ class Trainer:
     ) -> EvaluationResult:
         """Evaluate on separate environments; training goes on afterwards as if nothing had happened."""
         # Making environments draws random numbers, and their simulators may: training must not notice.
-        with checkpoint.kept_rng_state():
+        with self.collector.quiet(), checkpoint.kept_rng_state():
             result = evaluate(
                 self._evaluation_env(min(self.cfg.eval_num_envs, n_episodes)),
                 self.policy,
@@ -255,22 +256,22 @@ class Trainer:
     def save_checkpoint(self, name: str | Path | None = None) -> Path:
         """Save everything needed to go on; a relative name lies in ``save_dir``."""
         path = self._checkpoint_path(name or checkpoint.checkpoint_name(self.iteration))
-        env_state = self.env.state_dict()
-        if env_state is None and self.collector.state_dict():
+        with self.collector.quiet():  # until it is written: a state may be memory that the environment works in
+            content = {
+                **self._learning_state(),
+                "env": self.env.state_dict(),
+                "rng": checkpoint.rng_state(),
+                "iteration": self.iteration,
+                "total_steps": self.total_steps,
+                "num_evaluations": self.num_evaluations,
+                "config": self.config,
+            }
+            checkpoint.save(path, content)
+        if content["env"] is None and content["collector"]:
             self.tell(
                 f"{type(self.env).__name__} cannot save its state: a resumed run will start new episodes there.",
                 once=True,
             )
-        content = {
-            **self._learning_state(),
-            "env": env_state,
-            "rng": checkpoint.rng_state(),
-            "iteration": self.iteration,
-            "total_steps": self.total_steps,
-            "num_evaluations": self.num_evaluations,
-            "config": self.config,
-        }
-        checkpoint.save(path, content)
         return path
 
     def _learning_state(self) -> dict[str, Any]:
@@ -288,17 +289,18 @@ class Trainer:
         """
         path = self._checkpoint_path(name)
         content = checkpoint.load(path)
-        before = copy.deepcopy(self._learning_state())
-        try:
-            self._restore(content, path, before["collector"])
-        except Exception:
-            self.policy.load_state_dict(before["policy"])
-            self.algorithm.load_state_dict(before["algorithm"])
-            self.collector.load_state_dict(before["collector"])
-            raise
-        self.iteration, self.total_steps = content["iteration"], content["total_steps"]
-        self.num_evaluations = content["num_evaluations"]
-        checkpoint.set_rng_state(content["rng"])
+        with self.collector.quiet():
+            before = copy.deepcopy(self._learning_state())
+            try:
+                self._restore(content, path, before["collector"])
+            except Exception:
+                self.policy.load_state_dict(before["policy"])
+                self.algorithm.load_state_dict(before["algorithm"])
+                self.collector.load_state_dict(before["collector"])
+                raise
+            self.iteration, self.total_steps = content["iteration"], content["total_steps"]
+            self.num_evaluations = content["num_evaluations"]
+            checkpoint.set_rng_state(content["rng"])
         if path.parent == self.save_dir and path.name == checkpoint.checkpoint_name(self.iteration):
             self._saved_iteration = self.iteration
 
@@ -367,7 +369,8 @@ class Trainer:
             logging.getLogger("apexrl").warning(text)
 
     def close(self) -> None:
-        """Close loggers and environments."""
+        """Close collector, loggers and environments."""
+        self.collector.close()
         for logger in self.loggers:
             logger.close()
         for env in (self.env, self.eval_env):

@@ -2,8 +2,10 @@
 
 from apexrl.algorithms.base import BaseAlgorithm
 from apexrl.algorithms.ppo import PPO, PPOConfig
+from apexrl.algorithms.sac import SAC, SACConfig
 
-ALGORITHMS: dict[str, tuple[type[BaseAlgorithm], type]] = {"ppo": (PPO, PPOConfig)}
+AlgorithmConfig = PPOConfig | SACConfig
+ALGORITHMS: dict[str, tuple[type[BaseAlgorithm], type]] = {"ppo": (PPO, PPOConfig), "sac": (SAC, SACConfig)}
 """Name in a configuration -> algorithm class and configuration class."""
 
-__all__ = ["ALGORITHMS", "PPO", "BaseAlgorithm", "PPOConfig"]
+__all__ = ["ALGORITHMS", "PPO", "SAC", "AlgorithmConfig", "BaseAlgorithm", "PPOConfig", "SACConfig"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -22,6 +22,11 @@ class BaseAlgorithm(ABC):
     required_keys: ClassVar[frozenset[str]] = frozenset({OBSERVATION, ACTION, REWARD})
     """What ``update`` reads; the collector stores these and no more."""
 
+    on_policy: ClassVar[bool] = True
+    """Whether batches must come from the current policy."""
+    policies: ClassVar[Mapping[str, type[Policy]]] = {}
+    """Policy of each ``policy.kind`` that the algorithm can train."""
+
     def __init__(self, policy: Policy, num_steps: int = 32) -> None:
         self.policy = policy
         self.num_steps = num_steps
@@ -34,6 +39,11 @@ class BaseAlgorithm(ABC):
         A metric called ``nonfinite`` above 0 says that a loss or gradient was not finite and that no step was taken
         from there on; ``raise_if_diverged`` turns it into a report.
         """
+
+    @classmethod
+    def critic_options(cls, cfg: Any) -> dict[str, Any]:
+        """Return the options of the critics that the algorithm's configuration holds."""
+        return {}
 
     def adjust_learning_rate(self, progress: float) -> None:
         """Follow a schedule over the whole training; ``progress`` runs from 0 to 1."""
@@ -97,6 +107,32 @@ class BaseAlgorithm(ABC):
 def find_device() -> torch.device:
     """CUDA when there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Progress:
+    """How far an update is, on the device: whether it was stopped, and sums over the minibatches that took a step."""
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self.names = tuple(names)
+        self.stop = torch.zeros((), device=device)
+        self.nonfinite = torch.zeros((), device=device)
+        self.sums = torch.zeros(len(names) + 1, device=device)
+
+    def restart(self) -> None:
+        """Begin a new update."""
+        for tensor in (self.stop, self.nonfinite, self.sums):
+            tensor.zero_()
+
+    def add(self, metrics: Tensor, taken: Tensor) -> None:
+        """Count a minibatch; ``metrics`` in the order of the names."""
+        # where, not a product: 0 · NaN is NaN
+        self.sums[:-1].add_(torch.where(taken, metrics, 0.0))
+        self.sums[-1:].add_(taken)
+
+    def means(self) -> dict[str, Tensor]:
+        """Return the mean of each metric over the minibatches that took a step."""
+        means = self.sums[:-1] / self.sums[-1].clamp_min(1.0)
+        return dict(zip(self.names, means.unbind(), strict=True))
 
 
 def check_types(config: Any, section: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.algorithms.base import BaseAlgorithm, check_types, find_device
+from apexrl.algorithms.base import BaseAlgorithm, Progress, check_types, find_device
 from apexrl.buffers import bounds
 from apexrl.envs import as_vec_env
 from apexrl.errors import ConfigError
@@ -18,7 +18,7 @@ from apexrl.functional import approx_kl, clipped_surrogate, explained_variance, 
 from apexrl.graphs import Acceleration, Captured, compiled, without_guards
 from apexrl.models import MLPActor, MLPCritic, RewardScaler
 from apexrl.optim import FlatAdam
-from apexrl.policies import ActorCritic, Policy
+from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic
 from apexrl.types import (
     ACTION,
     ADVANTAGE,
@@ -99,30 +99,17 @@ class PPOConfig:
             value = getattr(self, name)
             require(name, value is None or value > 0, "must be positive or null")
 
+    def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
+        """Raise when rollouts of this many environments cannot be cut into the wanted minibatches."""
+        parts = num_envs if keeps_sequences else self.num_steps * num_envs
+        if self.num_minibatches > parts:
+            what = "sequences (task.num_envs; a gru keeps them whole)" if keeps_sequences else "samples"
+            raise ConfigError(
+                f"algo.num_minibatches is {self.num_minibatches}, but a rollout has {parts} {what}; lower it."
+            )
+
 
 METRICS = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_frac", "grad_norm")
-
-
-class _Progress:
-    """How far an update is, on the device: whether it was stopped, and sums over the minibatches that took a step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stop = torch.zeros((), device=device)
-        self.nonfinite = torch.zeros((), device=device)
-        self.sums = torch.zeros(len(METRICS) + 1, device=device)
-
-    def restart(self) -> None:
-        for tensor in (self.stop, self.nonfinite, self.sums):
-            tensor.zero_()
-
-    def add(self, metrics: Tensor, taken: Tensor) -> None:
-        # where, not a product: 0 · NaN is NaN
-        self.sums[:-1].add_(torch.where(taken, metrics, 0.0))
-        self.sums[-1:].add_(taken)
-
-    def means(self) -> dict[str, Tensor]:
-        means = self.sums[:-1] / self.sums[-1].clamp_min(1.0)
-        return dict(zip(METRICS, means.unbind(), strict=True))
 
 
 class _Evaluator(nn.Module):
@@ -149,6 +136,7 @@ class PPO(BaseAlgorithm):
     critic_class)``, which makes an ``ActorCritic`` on ``device``, or on CUDA when there is one.
     """
 
+    policies: ClassVar[Mapping[str, type[Policy]]] = {"mlp": ActorCritic, "gru": RecurrentActorCritic}
     required_keys = frozenset(
         {OBSERVATION, ACTION, REWARD, TERMINATED, TRUNCATED, DONE, VALUE, NEXT_VALUE, SAMPLE_LOG_PROB}
     )
@@ -187,12 +175,11 @@ class PPO(BaseAlgorithm):
         self.reward_scaler = RewardScaler(self.cfg.gamma).to(policy.device) if self.cfg.normalize_reward else None
         self.acceleration = acceleration or Acceleration()
         self._evaluator = _Evaluator(policy, self.acceleration)
-        self._gradient = self._functional_gradient if self.acceleration.compile else self._autograd_gradient
         self._run_step = compiled(self._step, enabled=self.acceleration.compile)
         use_graphs = self.acceleration.graphs and policy.device.type == "cuda"
         self._captured_epoch = Captured("The update", self._epoch, enabled=use_graphs)
         self._captured_advantage = Captured("The advantage", self._compute_advantage, enabled=use_graphs)
-        self._progress = _Progress(policy.device)
+        self._progress = Progress(METRICS, policy.device)
         self._batch = TensorDict({}, batch_size=[0, 0])
         self._data: dict[str, Any] = {}
         self._compiled_for_batch = False
@@ -281,21 +268,15 @@ class PPO(BaseAlgorithm):
             metrics = torch.stack((loss, policy_term, value_term, entropy_term, approx_kl(log_ratio), clip_frac))
         return loss, metrics
 
-    def _autograd_gradient(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    def _gradient(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Return loss, metrics and flat gradient."""
-        loss, metrics = self._loss(batch, self._evaluator(batch))
-        return loss, metrics, self.optimizer.gradient_of(loss)
 
-    def _functional_gradient(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Do the same as a function of the flat parameters, so that forward and backward compile as one piece."""
-
-        def loss_at(flat: Tensor) -> tuple[Tensor, Tensor]:
-            parameters = {f"policy.{name}": view for name, view in self.optimizer.views(flat).items()}
-            evaluation: Evaluation = torch.func.functional_call(self._evaluator, parameters, (batch,))
+        def loss_at(parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+            named = {f"policy.{name}": value for name, value in parameters.items()}
+            evaluation: Evaluation = torch.func.functional_call(self._evaluator, named, (batch,))
             return self._loss(batch, evaluation)
 
-        gradient, (loss, metrics) = torch.func.grad_and_value(loss_at, has_aux=True)(self.optimizer.flat)
-        return loss, metrics, gradient
+        return self.optimizer.gradient_at(loss_at, functional=self.acceleration.compile)
 
     def _epoch(self, order: Tensor) -> None:
         """Go once over the batch in a given order: shuffle all of it at once, then cut it into minibatches."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
 
 from tensordict import TensorDict
 
@@ -23,6 +24,14 @@ class BaseCollector(ABC):
     def collect(self, n_steps: int, reset: bool = False) -> TensorDict:
         """Take ``n_steps`` in every environment; ``reset`` starts new episodes first and cuts the running ones."""
 
+    def metrics(self) -> dict[str, float]:
+        """Return numbers about the collecting itself, by their full log names; read once a logged iteration."""
+        return {}
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """Hold the environments still for a block that reads or writes their state, or the random generators."""
+        return nullcontext()
+
     def restart(self, seed: int) -> None:
         """Forget the running episodes; the next call of ``collect`` starts new ones from a seed."""
         self.seed = seed
@@ -34,3 +43,13 @@ class BaseCollector(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
         return
+
+    def close(self) -> None:
+        """End what runs in the background; the environments stay open. The collector cannot be used afterwards."""
+        return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

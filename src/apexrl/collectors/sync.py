@@ -16,7 +16,7 @@ from apexrl.graphs import Acceleration, Captured, compiled, without_guards
 from apexrl.metrics import EpisodeMetrics, fold_episodes
 from apexrl.policies.base import Policy
 from apexrl.rollout import initial_state, make_actor, rollout
-from apexrl.types import NEXT_OBSERVATION, NEXT_VALUE, OBSERVATION, VALUE, Carry
+from apexrl.types import NEXT_OBSERVATION, NEXT_VALUE, OBSERVATION, VALUE, Actor, Carry
 
 
 class SyncCollector(BaseCollector):
@@ -50,7 +50,7 @@ class SyncCollector(BaseCollector):
         self._captured: dict[int, Captured] = {}
         self._compiled = False
         env.accelerate(self.acceleration)
-        self._actor = compiled(make_actor(policy, env.device), enabled=self.acceleration.compile)
+        self.actor: Actor = compiled(make_actor(policy, env.device), enabled=self.acceleration.compile)
         self._use(None)
         if not env.gives_final_obs:
             warnings.warn(
@@ -80,16 +80,25 @@ class SyncCollector(BaseCollector):
 
     @torch.no_grad()
     def _collect(self, n_steps: int) -> TensorDict:
+        batch = self.take_steps(n_steps)
+        fold_episodes(batch, self.env.metric_specs, self.episode_metrics)
+        return self.with_values(batch)
+
+    def take_steps(self, n_steps: int) -> TensorDict:
+        """Do the first half of ``collect`` after ``start``: the steps, on the environment's device, without values."""
         assert self.carry is not None
         keep = self.keep
         if keep is not None and self.wants_value:
             keep = keep | {NEXT_OBSERVATION}
         with without_guards(self._compiled):
-            batch, after = rollout(self.env, self._actor, self.carry, n_steps, keep=keep)
+            batch, after = rollout(self.env, self.actor, self.carry, n_steps, keep=keep)
         self._compiled = self.acceleration.compile
         for name, value in after.items():
             self.carry[name].copy_(value)
-        fold_episodes(batch, self.env.metric_specs, self.episode_metrics)
+        return batch
+
+    def with_values(self, batch: TensorDict) -> TensorDict:
+        """Do the second half: bring a batch of ``take_steps`` to the policy, and value its states where wanted."""
         batch = batch.to(self.policy.device)
         if self.wants_value:
             add_values(batch, self.policy)
@@ -106,6 +115,10 @@ class SyncCollector(BaseCollector):
     def restart(self, seed: int) -> None:
         """Forget the running episodes; the next call of ``collect`` starts new ones from a seed."""
         super().restart(seed)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the running episodes; the next steps are the first of new ones."""
         self._use(None)
 
     def _use(self, carry: Carry | None) -> None:

@@ -1,7 +1,14 @@
 """Pure mathematics on tensors: no state, no modules, no environment."""
 
 from apexrl.functional.advantages import discounted_sum, gae, normalize
-from apexrl.functional.losses import approx_kl, clipped_surrogate, explained_variance, value_loss
+from apexrl.functional.losses import (
+    approx_kl,
+    clipped_surrogate,
+    explained_variance,
+    soft_target,
+    temperature_gradient,
+    value_loss,
+)
 
 __all__ = [
     "approx_kl",
@@ -10,5 +17,7 @@ __all__ = [
     "explained_variance",
     "gae",
     "normalize",
+    "soft_target",
+    "temperature_gradient",
     "value_loss",
 ]

@@ -1,4 +1,4 @@
-"""Losses of policy-gradient methods."""
+"""Losses and targets."""
 
 from __future__ import annotations
 
@@ -42,3 +42,13 @@ def approx_kl(log_ratio: Tensor) -> Tensor:
 def explained_variance(value: Tensor, target: Tensor) -> Tensor:
     """1 − Var(R − V) / Var(R): 1 is a perfect critic, 0 as good as a constant, below 0 worse."""
     return 1.0 - (target - value).var() / target.var().clamp_min(1e-8)
+
+
+def soft_target(reward: Tensor, discount: Tensor, value: Tensor, log_prob: Tensor, temperature: Tensor) -> Tensor:
+    """SAC's target y = r + γ (Q(s', a') − α log π(a'|s')), where the discount γ is 0 after a terminated step."""
+    return reward + discount * (value - temperature * log_prob)
+
+
+def temperature_gradient(log_prob: Tensor, target_entropy: float) -> Tensor:
+    """Gradient of J(log α) = −log α · mean(log π + H̄): α grows while the entropy −log π is below its target H̄."""
+    return -(log_prob + target_entropy).mean().reshape(1)

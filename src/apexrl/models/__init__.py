@@ -5,6 +5,7 @@ from apexrl.models.critic import MLPCritic
 from apexrl.models.distributions import DiagGaussian, Distribution, MultiCategorical, SquashedGaussian
 from apexrl.models.encoder import ObservationEncoder, leaves
 from apexrl.models.normalizer import ObservationNormalizer, RewardScaler, RunningNormalizer
+from apexrl.models.q_function import QEnsemble
 
 __all__ = [
     "DiagGaussian",
@@ -14,6 +15,7 @@ __all__ = [
     "MultiCategorical",
     "ObservationEncoder",
     "ObservationNormalizer",
+    "QEnsemble",
     "RewardScaler",
     "RunningNormalizer",
     "SquashedGaussian",

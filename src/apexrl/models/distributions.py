@@ -89,6 +89,11 @@ class SquashedGaussian:
         """Draw with gradients through mean and standard deviation."""
         return self._squash(self.base.sample())
 
+    def sample_with_log_prob(self) -> tuple[Tensor, Tensor]:
+        """Draw with gradients, and return the log-probability of the draw without inverting the squashing."""
+        u = self.base.sample()
+        return self._squash(u), self.base.log_prob(u) - self._log_slope(u)
+
     def log_prob(self, action: Tensor) -> Tensor:
         """Density of an action inside the bounds."""
         limit = 1.0 - 1e-6  # atanh is infinite at the bounds, which float32 tanh reaches

@@ -3,5 +3,6 @@
 from apexrl.policies.actor_critic import ActorCritic
 from apexrl.policies.base import Policy
 from apexrl.policies.recurrent import RecurrentActorCritic
+from apexrl.policies.sac import SACPolicy
 
-__all__ = ["ActorCritic", "Policy", "RecurrentActorCritic"]
+__all__ = ["ActorCritic", "Policy", "RecurrentActorCritic", "SACPolicy"]

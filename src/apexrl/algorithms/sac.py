@@ -1,0 +1,370 @@
+"""Soft actor-critic (Haarnoja et al. 2018, arXiv 1812.05905), with the options of high update ratios."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from apexrl.algorithms.base import BaseAlgorithm, Progress, check_types, find_device
+from apexrl.buffers import ReplayBuffer
+from apexrl.envs import as_vec_env
+from apexrl.errors import ConfigError
+from apexrl.functional import soft_target, temperature_gradient
+from apexrl.graphs import Acceleration, Captured, compiled, without_guards
+from apexrl.models import MLPActor, QEnsemble
+from apexrl.models.encoder import leaves
+from apexrl.optim import FlatAdam, flatten
+from apexrl.policies import Policy, SACPolicy
+from apexrl.types import ACTION, NEXT_OBSERVATION, OBSERVATION, REWARD
+
+
+@dataclass(frozen=True, kw_only=True)
+class SACConfig:
+    """Options of SAC."""
+
+    name: Literal["sac"] = "sac"
+    """The algorithm."""
+    num_steps: int = 4
+    """Steps of each environment between updates."""
+    batch_size: int = 256
+    """Transitions of one gradient step."""
+    utd_ratio: float = 1.0
+    """Gradient steps for each environment step; below 1 for many environments."""
+    learning_starts: int = 1000
+    """Environment steps before the first gradient step."""
+    replay_capacity: int = 1_000_000
+    """Transitions that are kept; the oldest make room."""
+    replay_device: Literal["auto", "cpu"] = "auto"
+    """Where they are kept; auto is the policy's device."""
+    save_replay: bool = False
+    """Save the transitions with every checkpoint, so that a resumed run goes on exactly; large."""
+    priority_exponent: float = 0.0
+    """Draw transitions by their TD error to this power; 0 draws uniformly."""
+    importance_exponent: float = 0.4
+    """Corrects for the priorities, from 0 (not) to 1 (fully)."""
+    n_step: int = 1
+    """Rewards in a target before the critics take over."""
+    gamma: float = 0.99
+    """Discount."""
+    tau: float = 0.005
+    """How far the target critics follow the critics at each gradient step."""
+    learning_rate: float = 3e-4
+    """Of actor, critics and temperature."""
+    schedule: Literal["fixed", "linear"] = "fixed"
+    """fixed, or linear: falls to 0 at the end of training."""
+    temperature: float = 1.0
+    """Weight of the entropy at the start."""
+    learn_temperature: bool = True
+    """Steer the temperature so that the entropy keeps its target."""
+    target_entropy: float | None = None
+    """Of actions scaled to [−1, 1]; null for minus the number of action dimensions."""
+    actor_interval: int = 1
+    """Gradient steps of the critics for each one of actor and temperature."""
+    num_critics: int = 2
+    """Independent critics; 10 with utd_ratio 20 is REDQ."""
+    target_subset: int = 2
+    """Critics, drawn at random at each gradient step, whose minimum is the target."""
+    actor_value: Literal["min", "mean"] = "min"
+    """What the actor climbs: the minimum of the critics, or their mean (REDQ, DroQ)."""
+    layer_norm: bool = False
+    """Normalise the critics' hidden layers (DroQ)."""
+    dropout: float = 0.0
+    """Share of the critics' hidden units that is dropped; 0.01 with layer_norm is DroQ."""
+    reward_scale: float = 1.0
+    """Constant factor on rewards, for learning only."""
+    max_grad_norm: float | None = None
+    """Gradients are scaled down to this norm; null does not clip."""
+    adam_eps: float = 1e-8
+    """Adam's ε."""
+
+    def __post_init__(self) -> None:
+        def require(name: str, ok: bool, rule: str) -> None:
+            if not ok:
+                raise ConfigError(f"algo.{name} {rule}, got {getattr(self, name)}.")
+
+        check_types(self, "algo")
+        for name in ("num_steps", "batch_size", "replay_capacity", "n_step", "actor_interval", "num_critics"):
+            require(name, getattr(self, name) >= 1, "must be at least 1")
+        for name in ("utd_ratio", "learning_rate", "temperature", "reward_scale", "adam_eps"):
+            require(name, getattr(self, name) > 0, "must be positive")
+        for name in ("learning_starts", "priority_exponent"):
+            require(name, getattr(self, name) >= 0, "must not be negative")
+        for name in ("gamma", "importance_exponent"):
+            require(name, 0 <= getattr(self, name) <= 1, "must lie in [0, 1]")
+        require("tau", 0 < self.tau <= 1, "must lie in (0, 1]")
+        require("dropout", 0 <= self.dropout < 1, "must lie in [0, 1)")
+        require(
+            "target_subset",
+            1 <= self.target_subset <= self.num_critics,
+            f"must lie between 1 and algo.num_critics ({self.num_critics})",
+        )
+        require("max_grad_norm", self.max_grad_norm is None or self.max_grad_norm > 0, "must be positive or null")
+        require(
+            "learning_starts",
+            self.learning_starts <= self.replay_capacity,
+            f"must not be above algo.replay_capacity ({self.replay_capacity})",
+        )
+
+    def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
+        """Raise when a rollout of this many environments does not fit into the replay buffer."""
+        if self.num_steps * num_envs > self.replay_capacity:
+            raise ConfigError(
+                f"algo.replay_capacity is {self.replay_capacity}, but one rollout has {self.num_steps * num_envs} "
+                "steps (algo.num_steps · task.num_envs); raise it."
+            )
+
+
+METRICS = ("loss", "critic_loss", "actor_loss", "temperature", "entropy", "q_value", "grad_norm", "actor_grad_norm")
+
+
+class SAC(BaseAlgorithm):
+    """Off-policy learning from a replay buffer, with an entropy bonus whose weight steers itself.
+
+    Made from a policy, ``SAC(policy=policy, cfg=cfg)``, or from an environment, ``SAC(env, cfg)``, which makes a
+    ``SACPolicy`` on ``device``, or on CUDA when there is one.
+    """
+
+    required_keys = ReplayBuffer.required_keys
+    on_policy = False
+    policies: ClassVar[Mapping[str, type[Policy]]] = {"mlp": SACPolicy}
+
+    def __init__(
+        self,
+        env: Any = None,
+        cfg: SACConfig | None = None,
+        actor_class: type[nn.Module] = MLPActor,
+        critic_class: type[nn.Module] = QEnsemble,
+        *,
+        actor_cfg: Mapping[str, Any] | None = None,
+        critic_cfg: Mapping[str, Any] | None = None,
+        policy: SACPolicy | None = None,
+        device: torch.device | str | None = None,
+        acceleration: Acceleration | None = None,
+    ) -> None:
+        if (env is None) == (policy is None):
+            raise ConfigError("SAC needs either a policy (policy=...) or an environment to make one for (env=...).")
+        self.cfg = cfg = cfg or SACConfig()
+        if policy is None:
+            policy = SACPolicy.for_env(
+                as_vec_env(env),
+                actor_class=actor_class,
+                critic_class=critic_class,
+                actor_cfg=actor_cfg,
+                critic_cfg={**self.critic_options(cfg), **(critic_cfg or {})},
+            )
+            device = device or find_device()
+        if device is not None:
+            policy.to(device)
+        super().__init__(policy, cfg.num_steps)
+        self.policy: SACPolicy = policy
+        self.acceleration = acceleration or Acceleration()
+        here = policy.device
+        self.log_temperature = nn.Parameter(torch.full((1,), math.log(cfg.temperature), device=here))
+        clip = cfg.max_grad_norm or math.inf
+        self.optimizers = {
+            name: FlatAdam(parameters, cfg.learning_rate, cfg.adam_eps, clip)
+            for name, parameters in (
+                ("actor", policy.actor.named_parameters()),
+                ("critics", policy.critics.named_parameters()),
+                ("temperature", [("log_temperature", self.log_temperature)]),
+            )
+        }
+        self.target_flat = flatten(policy.target_critics.parameters())
+        self.replay = self._empty_replay()
+        self.target_entropy = -float(policy.scale.numel()) if cfg.target_entropy is None else cfg.target_entropy
+        self._learns_where_it_draws = self.replay.device == here
+        graphs = self.acceleration.graphs and here.type == "cuda" and self._learns_where_it_draws
+        self._captured = {
+            with_actor: Captured("The update", lambda wanted=with_actor: self._draw_and_step(wanted), enabled=graphs)
+            for with_actor in (True, False)
+        }
+        self._run_step = compiled(self._step, enabled=self.acceleration.compile)
+        self._compiled_for: set[bool] = set()
+        self._progress = Progress(METRICS, here)
+        self._due = 0.0
+        """Gradient steps that the environment steps so far have earned and that were not taken yet."""
+        self._num_updates = 0
+
+    def _empty_replay(self) -> ReplayBuffer:
+        return ReplayBuffer(
+            self.cfg.replay_capacity,
+            device="cpu" if self.cfg.replay_device == "cpu" else self.policy.device,
+            priority_exponent=self.cfg.priority_exponent,
+            importance_exponent=self.cfg.importance_exponent,
+        )
+
+    @classmethod
+    def critic_options(cls, cfg: Any) -> dict[str, Any]:
+        """Return the options of the critics that the algorithm's configuration holds."""
+        return {"num_critics": cfg.num_critics, "layer_norm": cfg.layer_norm, "dropout": cfg.dropout}
+
+    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """Put one rollout ``[T, N]`` into the replay buffer and take the gradient steps that it has earned."""
+        self.check_batch(rollout)
+        self.replay.add(rollout)
+        progress = self._progress
+        progress.restart()
+        # Noticed now, not when it happens to be drawn: the report can still name what is not finite.
+        progress.nonfinite.copy_(_is_nonfinite(rollout))
+        if len(self.replay) >= max(self.cfg.learning_starts, 1):
+            self._due += self.cfg.utd_ratio * rollout.numel()
+            self.policy.train()
+            while self._due >= 1.0:
+                self._due -= 1.0
+                self._num_updates += 1
+                self._captured[self._num_updates % self.cfg.actor_interval == 0]()
+            self.policy.eval()
+        self.policy.update_normalizer(rollout[OBSERVATION], apply=progress.nonfinite == 0)
+        known = progress.sums[-1] > 0
+        return {
+            **{name: torch.where(known, mean, torch.nan) for name, mean in progress.means().items()},
+            "learning_rate": self.optimizers["actor"].learning_rate.clone(),
+            "nonfinite": progress.nonfinite.clone(),
+        }
+
+    def _draw_and_step(self, with_actor: bool) -> None:
+        batch = self.replay.sample(self.cfg.batch_size, n_step=self.cfg.n_step, gamma=self.cfg.gamma)
+        index = batch.pop("index")
+        if not self._learns_where_it_draws:
+            batch = {name: value.to(self.policy.device, non_blocking=True) for name, value in batch.items()}
+        with without_guards(with_actor in self._compiled_for):
+            td_error = self._run_step(batch, with_actor)
+        if self.acceleration.compile:
+            self._compiled_for.add(with_actor)
+        if self.cfg.priority_exponent > 0:
+            self.replay.set_priorities(index, td_error.to(self.replay.device))
+
+    def _step(self, batch: Mapping[str, Any], with_actor: bool) -> Tensor:
+        """Take one gradient step; returns the size of the critics' errors ``[B, 1]``."""
+        temperature = self.log_temperature.detach().exp()
+        obs = self.policy.normalized(batch[OBSERVATION])
+        target = self._target(batch, temperature)
+        loss, (value, td_error), gradient = self._gradient(
+            "critics", lambda parameters: self._critic_loss(parameters, obs, batch, target)
+        )
+        norm = self._apply("critics", loss, gradient)
+        if with_actor:
+            self._actor_step(obs, temperature, loss, value, norm)
+        with torch.no_grad():
+            follow = self.cfg.tau * (1.0 - self._progress.nonfinite)
+            self.target_flat.lerp_(self.optimizers["critics"].flat, follow)
+        error: Tensor = td_error
+        return error
+
+    def _actor_step(self, obs: Any, temperature: Tensor, critic_loss: Tensor, value: Tensor, norm: Tensor) -> None:
+        """Step actor and temperature, and log the gradient step: metrics are means over steps with the actor."""
+        loss, log_prob, gradient = self._gradient(
+            "actor", lambda parameters: self._actor_loss(parameters, obs, temperature)
+        )
+        actor_norm = self._apply("actor", loss, gradient)
+        progress = self._progress
+        with torch.no_grad():
+            if self.cfg.learn_temperature:
+                gradient = temperature_gradient(log_prob, self.target_entropy)
+                self.optimizers["temperature"].step(gradient, gradient.norm(), progress.nonfinite)
+            entropy = -log_prob.mean()
+            metrics = (critic_loss + loss, critic_loss, loss, temperature, entropy, value, norm, actor_norm)
+            progress.add(torch.cat([metric.reshape(1) for metric in metrics]), taken=progress.nonfinite == 0)
+
+    @torch.no_grad()
+    def _target(self, batch: Mapping[str, Any], temperature: Tensor) -> Tensor:
+        policy, cfg = self.policy, self.cfg
+        next_obs = policy.normalized(batch[NEXT_OBSERVATION])
+        with self._autocast():
+            action, log_prob = policy.draw_unit_action(policy.actor(next_obs))
+            values = policy.target_critics(next_obs, action)
+        if cfg.target_subset < cfg.num_critics:
+            drawn = torch.rand(cfg.num_critics, device=values.device).argsort()[: cfg.target_subset]
+            values = values.index_select(0, drawn)
+        return soft_target(
+            batch[REWARD] * cfg.reward_scale, batch["discount"], values.amin(0), log_prob, temperature
+        ).float()
+
+    def _critic_loss(
+        self, parameters: Mapping[str, Tensor], obs: Any, batch: Mapping[str, Any], target: Tensor
+    ) -> tuple[Tensor, Any]:
+        action = self.policy.unit_action(batch[ACTION])
+        with self._autocast():
+            values = torch.func.functional_call(self.policy.critics, dict(parameters), (obs, action))
+        error = values.float() - target
+        loss = 0.5 * (batch["weight"] * error.square()).mean((1, 2)).sum()
+        return loss, (values.detach().float().mean(), error.detach().abs().mean(0))
+
+    def _actor_loss(self, parameters: Mapping[str, Tensor], obs: Any, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        policy = self.policy
+        with self._autocast():
+            distribution = torch.func.functional_call(policy.actor, dict(parameters), (obs,))
+            action, log_prob = policy.draw_unit_action(distribution)
+            values = policy.critics(obs, action)
+        value = values.amin(0) if self.cfg.actor_value == "min" else values.mean(0)
+        log_prob = log_prob.float()
+        return (temperature * log_prob - value.float()).mean(), log_prob.detach()
+
+    def _gradient(self, name: str, loss_at: Any) -> tuple[Tensor, Any, Tensor]:
+        return self.optimizers[name].gradient_at(loss_at, functional=self.acceleration.compile)
+
+    def _apply(self, name: str, loss: Tensor, gradient: Tensor) -> Tensor:
+        """Step, unless this or an earlier gradient was not finite; returns the gradient's norm."""
+        nonfinite = self._progress.nonfinite
+        with torch.no_grad():
+            norm: Tensor = gradient.norm()
+            nonfinite.copy_(torch.max(nonfinite, ~(loss + norm).isfinite()))
+            self.optimizers[name].step(gradient, norm, nonfinite)
+        return norm
+
+    def _autocast(self) -> torch.autocast:
+        device = self.policy.device.type
+        return torch.autocast(device, dtype=torch.bfloat16, enabled=self.acceleration.precision == "bf16")
+
+    def adjust_learning_rate(self, progress: float) -> None:
+        """Follow the linear schedule."""
+        if self.cfg.schedule == "linear":
+            for optimizer in self.optimizers.values():
+                optimizer.learning_rate.fill_(self.cfg.learning_rate * max(0.0, 1.0 - progress))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return optimizers, temperature, counters, and the replay buffer when it is to be saved."""
+        return {
+            "optimizer": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "log_temperature": self.log_temperature.detach().clone(),
+            "due": self._due,
+            "num_updates": self._num_updates,
+            "replay": self.replay.state_dict() if self.cfg.save_replay else {},
+            "config": asdict(self.cfg),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state["optimizer"][name])
+        with torch.no_grad():
+            self.log_temperature.copy_(state["log_temperature"])
+        self._due, self._num_updates = state["due"], state["num_updates"]
+        if state["replay"]:
+            if not state["replay"]["num_rows"] and len(self.replay):
+                self.replay = self._empty_replay()
+                for captured in self._captured.values():
+                    captured.forget()
+            self.replay.load_state_dict(state["replay"])
+        elif self._num_updates:
+            warnings.warn(
+                "The checkpoint holds no replay buffer (algo.save_replay is false): learning goes on once "
+                f"{self.cfg.learning_starts:,} new steps are collected, so the run will differ from an uninterrupted "
+                "one.",
+                stacklevel=2,
+            )
+
+
+def _is_nonfinite(rollout: TensorDict) -> Tensor:
+    """Say on the device whether any number of a rollout is not finite; 0-d."""
+    numbers = [rollout[ACTION], rollout[REWARD]]
+    for name in (OBSERVATION, NEXT_OBSERVATION):
+        numbers += leaves(rollout[name]).values()
+    return ~torch.stack([number.isfinite().all() for number in numbers if number.is_floating_point()]).all()

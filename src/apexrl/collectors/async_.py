@@ -1,0 +1,393 @@
+"""Collection in a thread of its own, while the caller learns."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from apexrl.collectors.base import BaseCollector
+from apexrl.collectors.sync import SyncCollector
+from apexrl.envs.base import VecEnv
+from apexrl.errors import ConfigError, EnvError
+from apexrl.graphs import Acceleration
+from apexrl.metrics import EpisodeMetrics, fold_episodes
+from apexrl.policies.base import Policy
+from apexrl.types import DONE, METRIC, REWARD, Actor, Carry
+
+POLICY_VERSION = "policy_version"
+"""Key of the batch, ``[T, N, 1]`` int64: which snapshot of the weights chose each action."""
+JOIN_SECONDS = 0.8
+"""How long ``close`` waits for the thread; one that hangs in its environment is left behind."""
+
+
+class AsyncCollector(BaseCollector):
+    """Collects the next rollout in a thread while the caller learns from the last one.
+
+    The thread acts with a copy of the policy. Every call of ``collect`` publishes the current weights as the next
+    version (the first call version 0); the thread loads the newest before each rollout, never in the middle of one,
+    and stamps every transition with it (``policy_version``). Each rollout is handed out once, in order, and none that
+    is more than ``max_staleness`` versions old: the thread does not begin one that could only be handed out too late,
+    and one that became too old all the same (a ``collect`` that failed published weights and took nothing) is
+    dropped; its episodes count in the statistics.
+
+    It pays where the simulator leaves the interpreter free: in worker processes, or in native code that releases the
+    interpreter's lock. The thread and the caller draw from the same random generators, so runs do not repeat bit for
+    bit. On CUDA both use the default stream, which keeps snapshots and rollouts in order; nothing is captured as a
+    graph or compiled here, and the algorithm must not capture graphs while this thread runs (``graphs=False``).
+
+    Args:
+        env: the training environments; nobody else may use them outside ``quiet``.
+        policy: its weights are published; the thread has a copy.
+        device: where the batch is handed over; the policy's device when not given.
+        keep: keys of the batch besides ``policy_version``; None keeps everything that on-policy learning can use.
+        seed: of the first reset.
+        max_staleness: how many versions old a rollout may be; 0 collects only while ``collect`` waits.
+        queue_size: rollouts that may wait to be handed out; the thread pauses when there are that many.
+        step_timeout: seconds without the end of an environment step after which ``collect`` raises.
+        acceleration: as for ``SyncCollector``; graphs and compilation are left out.
+    """
+
+    def __init__(
+        self,
+        env: VecEnv,
+        policy: Policy,
+        device: torch.device | str | None = None,
+        *,
+        keep: Collection[str] | None = None,
+        seed: int | None = None,
+        max_staleness: int = 1,
+        queue_size: int = 1,
+        step_timeout: float = 60.0,
+        acceleration: Acceleration | None = None,
+    ) -> None:
+        for name, value, least in (("max_staleness", max_staleness, 0), ("queue_size", queue_size, 1)):
+            if value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}.")
+        if step_timeout <= 0:
+            raise ConfigError(f"step_timeout must be positive, got {step_timeout}.")
+        self.env, self.policy, self.max_staleness = env, policy, max_staleness
+        eager = replace(acceleration or Acceleration(), graphs=False, compile=False)
+        self._inner = SyncCollector(env, copy.deepcopy(policy).eval(), device, keep=keep, seed=seed, acceleration=eager)
+        self.episode_metrics = self._inner.episode_metrics
+        self._thread = _CollectingThread(self._inner, max_staleness, queue_size, step_timeout)
+        # The thread does not know this object, so a collector that nobody holds any more ends its thread.
+        self._stop = weakref.finalize(self, self._thread.stop)
+        self._num_taken = self._age_sum = 0
+        """Of the rollouts handed out since ``metrics``."""
+        self._dropped = 0
+
+    @property
+    def seed(self) -> int | None:
+        """Of the next reset."""
+        return self._inner.seed
+
+    @seed.setter
+    def seed(self, seed: int | None) -> None:
+        self._inner.seed = seed
+
+    def collect(self, n_steps: int, reset: bool = False) -> TensorDict:
+        """Publish the weights and return the next rollout ``[n_steps, N]``; waits for it where it is not ready.
+
+        Another ``n_steps`` than before, or ``reset``, drops what was collected ahead.
+
+        Raises:
+            EnvError: when the environment hangs, or the collector is closed.
+            Exception: what the thread raised, with its traceback; also at every later call.
+        """
+        thread = self._thread
+        if reset or thread.n_steps not in (None, n_steps):
+            self._drop_all(new_episodes=reset)
+        thread.publish(n_steps, {name: value.detach().clone() for name, value in self.policy.state_dict().items()})
+        while True:
+            rollout = thread.take()
+            self._fold(rollout, self.episode_metrics)
+            age = thread.version - rollout.version
+            if age <= self.max_staleness:
+                break
+            self._dropped += 1
+        self._num_taken += 1
+        self._age_sum += age
+        return rollout.batch.to(self._inner.device)
+
+    def metrics(self) -> dict[str, float]:
+        """Return how the two sides keep pace.
+
+        ``collect/staleness``: mean age in versions of the rollouts handed out, since the last call of this method.
+        ``collect/overlap``: share of the collecting time in which the caller did not wait for it, since then.
+        ``collect/queue``: rollouts that are ready now. ``collect/dropped``: rollouts dropped so far.
+        """
+        numbers = {"collect/queue": float(len(self._thread.ready)), "collect/dropped": float(self._dropped)}
+        if self._num_taken:
+            numbers["collect/staleness"] = self._age_sum / self._num_taken
+            self._num_taken = self._age_sum = 0
+        overlap = self._thread.read_overlap()
+        return numbers if overlap is None else {**numbers, "collect/overlap": overlap}
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Hold the environments still: wait for the end of the running rollout, and begin no other in the block."""
+        self._thread.hold()
+        try:
+            yield
+        finally:
+            self._thread.release()
+
+    def restart(self, seed: int) -> None:
+        """Forget what was collected ahead; the next call of ``collect`` starts new episodes from a seed."""
+        self._drop_all(new_episodes=True)
+        self.seed = seed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return carry, episode statistics and version, as they are when the running rollout has ended.
+
+        Rollouts that wait to be handed out are not in it: a run that goes on from here never learns from them (at most
+        ``queue_size``), but their episodes are in the statistics.
+        """
+        with self.quiet():
+            self._thread.raise_failure()
+            episodes = copy.deepcopy(self.episode_metrics)
+            for rollout in self._thread.ready:
+                self._fold(rollout, episodes)
+            state = {"episode_metrics": episodes.state_dict(), "version": self._thread.version}
+            return {**self._inner.state_dict(), **state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``, or from that of a ``SyncCollector``, at the next call of ``collect``."""
+        with self.quiet():
+            self._drop_all(new_episodes=False)
+            self._inner.load_state_dict(state)
+            self._thread.version = state.get("version", -1)
+
+    def close(self) -> None:
+        """End the thread, also in the middle of a rollout, and return within a second."""
+        self._stop()
+
+    def _drop_all(self, *, new_episodes: bool) -> None:
+        """Drop what was collected ahead; the thread waits for the next ``collect``."""
+        with self.quiet():
+            for rollout in self._thread.empty():
+                self._fold(rollout, self.episode_metrics)
+                self._dropped += 1
+            if new_episodes:
+                self._inner.forget()
+
+    def _fold(self, rollout: _Rollout, episodes: EpisodeMetrics) -> None:
+        fold_episodes(rollout.outcomes, self.env.metric_specs, episodes)
+
+
+@dataclass(frozen=True)
+class _Rollout:
+    version: int
+    batch: TensorDict
+    """``[T, N]``, with values, on the policy's device."""
+    outcomes: TensorDict
+    """What episode statistics are made of, on the environment's device."""
+
+
+class _StopError(Exception):
+    """Leaves a rollout because the collector is closed."""
+
+
+class _CollectingThread:
+    """The thread, and what it shares with the learner. Its lock guards every attribute; no work is done under it."""
+
+    def __init__(self, collector: SyncCollector, max_staleness: int, queue_size: int, step_timeout: float) -> None:
+        self.collector = collector
+        self.max_staleness, self.queue_size, self.step_timeout = max_staleness, queue_size, step_timeout
+        collector.actor = self._watched(collector.actor)
+        self.changed = threading.Condition()
+        self.ready: deque[_Rollout] = deque()
+        self.n_steps: int | None = None
+        """Of the rollouts; None until the next ``publish``, and nothing is collected."""
+        self.version = -1
+        self.weights: Mapping[str, Tensor] = {}
+        """The newest snapshot; never changed in place."""
+        self.holds = 0
+        self.rolling = False
+        self.learner_waits = False
+        self.stopped = False
+        self.failure: tuple[BaseException, TracebackType | None] | None = None
+        self.last_sign_of_life = 0.0
+        """When a step ended last, or the rollout began."""
+        self.accounted = self.busy = self.overlapped = 0.0
+        """Until when, and how many seconds were spent collecting, in all and while the learner did not wait."""
+        # A daemon, so that an environment that hangs does not keep the process alive.
+        self.thread = threading.Thread(target=self._run, name="apexrl-collector", daemon=True)
+
+    # The learner's side
+
+    def publish(self, n_steps: int, weights: Mapping[str, Tensor]) -> None:
+        """Make weights the newest version and let the thread collect."""
+        with self.changed:
+            if self.holds:
+                raise RuntimeError("collect was called inside quiet(), where nothing is collected.")
+            self.n_steps, self.weights = n_steps, weights
+            self.version += 1
+            self.changed.notify_all()
+            if not self.stopped and self.thread.ident is None:
+                self.thread.start()
+
+    def take(self) -> _Rollout:
+        """Return the oldest rollout; waits for it."""
+        with self.changed:
+            self._wait_until(lambda: bool(self.ready or self.failure or self.stopped))
+            if not self.ready or self.stopped:
+                self.raise_failure()
+            rollout = self.ready.popleft()
+            self.changed.notify_all()
+            return rollout
+
+    def empty(self) -> list[_Rollout]:
+        """Take all that is ready, and let the thread wait for the next ``publish``."""
+        with self.changed:
+            rollouts = list(self.ready)
+            self.ready.clear()
+            self.n_steps = None
+            return rollouts
+
+    def hold(self) -> None:
+        """Let no rollout begin, and wait for the end of the running one."""
+        with self.changed:
+            self.holds += 1
+            try:
+                self._wait_until(lambda: not self.rolling)
+            except BaseException:
+                self.holds -= 1
+                raise
+
+    def release(self) -> None:
+        """Undo one ``hold``."""
+        with self.changed:
+            self.holds -= 1
+            self.changed.notify_all()
+
+    def stop(self) -> None:
+        """End the thread, if it does not hang."""
+        with self.changed:
+            self.stopped = True
+            self.changed.notify_all()
+        if self.thread.ident is not None:
+            self.thread.join(JOIN_SECONDS)
+
+    def raise_failure(self) -> None:
+        """Raise what the thread raised, or that it was stopped."""
+        if self.failure is not None:
+            error, place = self.failure
+            raise error.with_traceback(place)
+        if self.stopped:
+            raise EnvError("The AsyncCollector is closed.")
+
+    def read_overlap(self) -> float | None:
+        """Return the overlapped share of the collecting time since the last call; None when there was none."""
+        with self.changed:
+            self._account()
+            overlap = self.overlapped / self.busy if self.busy > 0 else None
+            self.busy = self.overlapped = 0.0
+            return overlap
+
+    def _wait_until(self, happened: Callable[[], bool]) -> None:
+        self._account()
+        self.learner_waits = True
+        self.changed.notify_all()
+        try:
+            while not happened():
+                patience = None
+                if self.rolling:
+                    silence = time.monotonic() - self.last_sign_of_life
+                    patience = self.step_timeout - silence
+                    if patience <= 0:
+                        raise EnvError(
+                            f"{type(self.collector.env).__name__} hangs: no step has ended for {silence:.1f} s. "
+                            f"If a step may take that long, raise step_timeout (now {self.step_timeout:g} s)."
+                        )
+                self.changed.wait(patience)
+        finally:
+            self._account()
+            self.learner_waits = False
+
+    def _account(self) -> None:
+        """Add up the time since the last call; comes before every change of ``rolling`` and ``learner_waits``."""
+        now = time.monotonic()
+        if self.rolling:
+            self.busy += now - self.accounted
+            self.overlapped += 0.0 if self.learner_waits else now - self.accounted
+        self.accounted = now
+
+    # The thread's side
+
+    def _run(self) -> None:
+        number = 0
+        while (order := self._next_order()) is not None:
+            number += 1
+            rollout = None
+            try:
+                rollout = self._collect(*order)
+            except _StopError:
+                pass
+            except BaseException as error:
+                name = type(self.collector.env).__name__
+                error.add_note(f"Raised in the thread of AsyncCollector, in rollout {number} with {name}.")
+                self.failure = (error, error.__traceback__)
+            with self.changed:
+                self._account()
+                self.rolling = False
+                if rollout is not None:
+                    self.ready.append(rollout)
+                self.changed.notify_all()
+            if rollout is None:
+                return
+
+    def _next_order(self) -> tuple[int, int, Mapping[str, Tensor]] | None:
+        """Wait until a rollout is wanted; return its length, version and weights, or None at the end."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.stopped or self._is_wanted())
+            if self.stopped:
+                return None
+            assert self.n_steps is not None
+            self._account()
+            self.rolling = True
+            self.last_sign_of_life = time.monotonic()
+            self.changed.notify_all()
+            return self.n_steps, self.version, self.weights
+
+    def _is_wanted(self) -> bool:
+        if self.holds or self.n_steps is None or len(self.ready) >= self.queue_size:
+            return False
+        # Every collect publishes a version and takes one rollout, so the age at which this one is taken is known.
+        age = len(self.ready) + (0 if self.learner_waits else 1)
+        return age <= self.max_staleness
+
+    def _collect(self, n_steps: int, version: int, weights: Mapping[str, Tensor]) -> _Rollout:
+        collector = self.collector
+        collector.policy.load_state_dict(weights)
+        if collector.carry is None:
+            collector.start()
+        batch = collector.take_steps(n_steps)
+        self.last_sign_of_life = time.monotonic()
+        outcomes = batch.select(REWARD, DONE, METRIC, strict=False)
+        batch = collector.with_values(batch)
+        batch[POLICY_VERSION] = torch.full((*batch.shape, 1), version, dtype=torch.long, device=batch.device)
+        return _Rollout(version, batch, outcomes)
+
+    def _watched(self, actor: Actor) -> Actor:
+        """Let an actor notice the end of every step, and leave the rollout when the thread is to stop."""
+
+        def act(carry: Carry) -> dict[str, Tensor]:
+            self.last_sign_of_life = time.monotonic()
+            if self.stopped:
+                raise _StopError
+            return actor(carry)
+
+        return act

@@ -1,0 +1,101 @@
+"""The policy of soft actor-critic: a squashed Gaussian actor and critics of state and action."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from apexrl.errors import ConfigError
+from apexrl.models import MLPActor, ObservationNormalizer, QEnsemble, SquashedGaussian
+from apexrl.policies.base import Policy
+from apexrl.types import ACTION, OBSERVATION, Carry, Observation, PolicyOutput
+
+
+class SACPolicy(Policy):
+    """An actor whose actions stay inside their bounds, critics, and the slowly following copy of the critics.
+
+    Args:
+        observation_space: of one environment.
+        action_space: of one environment; a bounded Box.
+        actor_class: called as ``actor_class(observation_space, action_space, **actor_cfg)``; its distribution must be a
+            ``SquashedGaussian``.
+        critic_class: called as ``critic_class(observation_space, num_actions, **critic_cfg)``.
+        actor_cfg: options of the actor, such as ``hidden_dims``.
+        critic_cfg: options of the critics, such as ``num_critics``.
+        normalize_obs: keep running statistics of the observations and normalise with them.
+    """
+
+    centre: Tensor
+    scale: Tensor
+
+    def __init__(
+        self,
+        observation_space: gym.Space[Any],
+        action_space: gym.Space[Any],
+        *,
+        actor_class: type[nn.Module] = MLPActor,
+        critic_class: type[nn.Module] = QEnsemble,
+        actor_cfg: Mapping[str, Any] | None = None,
+        critic_cfg: Mapping[str, Any] | None = None,
+        normalize_obs: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(action_space, gym.spaces.Box) or not action_space.is_bounded():
+            raise ConfigError(f"SAC needs a Box of actions with bounds on every side, got {action_space}; use PPO.")
+        actor_options = {"hidden_dims": (256, 256), "activation": "relu", **(actor_cfg or {})}
+        if actor_options.get("distribution", "auto") not in ("auto", "squashed_gaussian"):
+            raise ConfigError(
+                f"policy.distribution must be auto or squashed_gaussian for SAC, got '{actor_options['distribution']}'."
+            )
+        actor_options |= {"distribution": "squashed_gaussian", "state_dependent_std": True}
+        self.actor = actor_class(observation_space, action_space, **actor_options)
+        self.critics = critic_class(observation_space, int(np.prod(action_space.shape)), **(critic_cfg or {}))
+        self.target_critics = copy.deepcopy(self.critics).requires_grad_(False)
+        self.normalizer = ObservationNormalizer(observation_space) if normalize_obs else None
+        low, high = (torch.as_tensor(x, dtype=torch.float32).flatten() for x in (action_space.low, action_space.high))
+        self.register_buffer("centre", 0.5 * (high + low))
+        self.register_buffer("scale", 0.5 * (high - low))
+
+    def distribution(self, obs: Observation) -> SquashedGaussian:
+        """Return the action distribution for observations ``[..., *shape]``."""
+        distribution: SquashedGaussian = self.actor(self.normalized(obs))
+        return distribution
+
+    def unit_action(self, action: Tensor) -> Tensor:
+        """Bring actions from their bounds to [−1, 1], as the critics see them."""
+        return (action - self.centre) / self.scale
+
+    def draw_unit_action(self, distribution: SquashedGaussian) -> tuple[Tensor, Tensor]:
+        """Draw an action scaled to [−1, 1], with gradients, and its log-probability on that scale."""
+        action, log_prob = distribution.sample_with_log_prob()
+        return self.unit_action(action), log_prob + self.scale.log().sum()
+
+    def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
+        """Act with the actor alone."""
+        distribution = self.distribution(carry[OBSERVATION])
+        return {ACTION: distribution.mode if deterministic else distribution.sample()}
+
+    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
+        """Return action, log-probability, and the smallest of the critics' values of that action."""
+        distribution = self.distribution(obs)
+        action = distribution.mode if deterministic else distribution.sample()
+        return PolicyOutput(action, distribution.log_prob(action), self._value_of(obs, action))
+
+    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy of stored actions."""
+        distribution = self.distribution(obs)
+        return distribution.log_prob(action), distribution.entropy()
+
+    def get_value(self, obs: Observation) -> Tensor:
+        """Return the smallest of the critics' values of the deterministic action."""
+        return self._value_of(obs, self.distribution(obs).mode)
+
+    def _value_of(self, obs: Observation, action: Tensor) -> Tensor:
+        value: Tensor = self.critics(self.normalized(obs), self.unit_action(action)).amin(0)
+        return value
