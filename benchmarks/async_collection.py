@@ -63,6 +63,7 @@ def train(name: str, seed: int, steps: int, episodes: int) -> dict[str, Any]:
         "staleness": statistics.mean(line.get("collect/staleness", 0.0) for line in timed),
         "load": os.getloadavg()[0],
         "return": float(trainer.evaluate(episodes)),
+        "sampled": float(trainer.evaluate(episodes, deterministic=False)),
         "curve": [round(line["rollout/return"], 3) for line in stats if "rollout/return" in line][
             :: len(stats) // 20 or 1
         ],
@@ -89,19 +90,20 @@ def main() -> None:
             print(
                 f"{name:6} seed {seed}  {row['steps_per_second']:6.0f} steps/s  learner waits {row['waiting']:4.0%}  "
                 f"overlap {row['overlap']:4.0%}  staleness {row['staleness']:.2f}  return {row['return']:7.2f}  "
+                f"with sampled actions {row['sampled']:7.2f}  "
                 f"load {row['load']:.1f}",
                 flush=True,
             )
-    speed, final = (
+    speed, final, sampled = (
         {name: [row[key] for row in rows if row["collector"] == name] for name in COLLECTORS}
-        for key in ("steps_per_second", "return")
+        for key in ("steps_per_second", "return", "sampled")
     )
     ratio = statistics.mean(speed["async"]) / statistics.mean(speed["sync"])
     print(f"async / sync: {ratio:.2f} x steps/s")
     for name, returns in final.items():
         print(
             f"{name:6} return {statistics.mean(returns):7.2f} over {len(returns)} seeds, "
-            f"{min(returns):.2f} to {max(returns):.2f}"
+            f"{min(returns):.2f} to {max(returns):.2f}, with sampled actions {statistics.mean(sampled[name]):.2f}"
         )
     if not options.quick:
         content = {"task": TASK, "steps": steps, "ratio": ratio, "rows": rows}

@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from apexrl.agent import Trainer as Trainer
     from apexrl.agent import TrainingConfig as TrainingConfig
     from apexrl.algorithms import PPO as PPO
+    from apexrl.algorithms import PPOROA as PPOROA
     from apexrl.algorithms import SAC as SAC
     from apexrl.algorithms import BaseAlgorithm as BaseAlgorithm
     from apexrl.algorithms import PPOConfig as PPOConfig
+    from apexrl.algorithms import PPOROAConfig as PPOROAConfig
     from apexrl.algorithms import SACConfig as SACConfig
     from apexrl.buffers import ReplayBuffer as ReplayBuffer
     from apexrl.collectors import AsyncCollector as AsyncCollector
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from apexrl.policies import ActorCritic as ActorCritic
     from apexrl.policies import Policy as Policy
     from apexrl.policies import RecurrentActorCritic as RecurrentActorCritic
+    from apexrl.policies import ROAPolicy as ROAPolicy
     from apexrl.policies import SACPolicy as SACPolicy
     from apexrl.types import EnvStep as EnvStep
     from apexrl.types import PolicyOutput as PolicyOutput
@@ -48,7 +51,7 @@ __version__ = "0.1.0"
 # Names are imported when first used, so that `apexrl --help` does not wait for PyTorch.
 _HOME = {
     "agent": ("OnPolicyRunner", "Trainer", "TrainingConfig"),
-    "algorithms": ("PPO", "SAC", "BaseAlgorithm", "PPOConfig", "SACConfig"),
+    "algorithms": ("PPO", "PPOROA", "SAC", "BaseAlgorithm", "PPOConfig", "PPOROAConfig", "SACConfig"),
     "buffers": ("ReplayBuffer",),
     "collectors": ("AsyncCollector", "BaseCollector", "SyncCollector"),
     "config": ("Config", "load_config"),
@@ -56,7 +59,7 @@ _HOME = {
     "evaluation": ("EvaluationResult", "evaluate", "record_video"),
     "metrics": ("EpisodeMetrics", "MetricSpec", "aggregate_metrics", "get_metric_specs_from_env"),
     "models": ("MLPActor", "MLPCritic", "QEnsemble"),
-    "policies": ("ActorCritic", "Policy", "RecurrentActorCritic", "SACPolicy"),
+    "policies": ("ActorCritic", "Policy", "ROAPolicy", "RecurrentActorCritic", "SACPolicy"),
     "types": ("EnvStep", "PolicyOutput"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -60,8 +60,8 @@ class TaskConfig:
 class PolicyConfig:
     """The networks."""
 
-    kind: Literal["mlp", "gru"] = "mlp"
-    """mlp: separate actor and critic (pictures get convolutions); gru: with memory."""
+    kind: Literal["mlp", "gru", "roa"] = "mlp"
+    """mlp: separate actor and critic (pictures get convolutions); gru: with memory; roa: teacher and student."""
     hidden_dims: tuple[int, ...] = (64, 64)
     """Widths of the hidden layers; of those before the memory for gru."""
     critic_hidden_dims: tuple[int, ...] | None = None
@@ -86,9 +86,19 @@ class PolicyConfig:
     """Let the standard deviation depend on the observation."""
     normalize_obs: bool = False
     """Normalise observations by running statistics."""
+    history: int = 24
+    """Frames that the task stacks in its observation group policy; only for roa."""
+    history_kind: Literal["mlp", "conv", "gru"] = "mlp"
+    """How the adaptation module reads them; only for roa."""
+    latent_dim: int = 8
+    """Width of the privileged feature; only for roa."""
+    encoder_dims: tuple[int, ...] = (64,)
+    """Widths of the hidden layers of the privileged encoder; only for roa."""
+    adapt_dims: tuple[int, ...] = (128, 64)
+    """Widths of the hidden layers of the adaptation module; only for roa."""
 
     def __post_init__(self) -> None:
-        for name in ("hidden_dims", "critic_hidden_dims"):
+        for name in ("hidden_dims", "critic_hidden_dims", "encoder_dims", "adapt_dims"):
             if any(width < 1 for width in getattr(self, name) or ()):
                 raise ConfigError(f"policy.{name} must hold positive widths, got {list(getattr(self, name))}.")
             if any(width > MAX_WIDTH for width in getattr(self, name) or ()):
@@ -98,8 +108,11 @@ class PolicyConfig:
         for name in ("actor_groups", "critic_groups"):
             if getattr(self, name) == ():
                 raise ConfigError(f"policy.{name} must name at least one group or be null, got [].")
-        if not 1 <= self.memory_dim <= MAX_WIDTH:
-            raise ConfigError(f"policy.memory_dim must be at least 1 and at most {MAX_WIDTH}, got {self.memory_dim}.")
+        for name in ("memory_dim", "history", "latent_dim"):
+            if not 1 <= getattr(self, name) <= MAX_WIDTH:
+                raise ConfigError(
+                    f"policy.{name} must be at least 1 and at most {MAX_WIDTH}, got {getattr(self, name)}."
+                )
         if not 0 < self.min_std <= self.init_std <= self.max_std:
             raise ConfigError(
                 f"policy.init_std must lie between policy.min_std ({self.min_std}, above 0) and policy.max_std "

@@ -36,6 +36,7 @@ class FlatAdam:
         learning_rate: α at the start.
         eps: ε.
         max_grad_norm: gradients are scaled down to this norm.
+        apart: parameters whose names begin so are clipped by themselves, as if they had an optimizer of their own.
     """
 
     def __init__(
@@ -44,8 +45,12 @@ class FlatAdam:
         learning_rate: float,
         eps: float,
         max_grad_norm: float,
+        apart: str | None = None,
     ) -> None:
-        self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+        together = [(name, p) for name, p in trained if apart is None or not name.startswith(apart)]
+        self.parameters = dict(together + [pair for pair in trained if pair[0] not in dict(together)])
+        self._num_together = sum(p.numel() for _, p in together)
         self.eps, self.max_grad_norm = eps, max_grad_norm
         self.flat = flatten(self.parameters.values())
         self.gradient = torch.zeros_like(self.flat)
@@ -89,7 +94,10 @@ class FlatAdam:
     def step(self, gradient: Tensor, gradient_norm: Tensor, skip: Tensor) -> None:
         """Clip and step; where ``skip`` (0-d, 0 or 1) is 1, parameters and state stay as they are."""
         taken = 1.0 - skip
-        scale = (self.max_grad_norm / (gradient_norm + 1e-6)).clamp(max=1.0)
+        scale = self._clip_scale(gradient_norm)
+        if self._num_together < len(gradient):
+            parts = gradient[: self._num_together], gradient[self._num_together :]
+            scale = torch.cat([self._clip_scale(part.norm()).expand(len(part)) for part in parts])
         # A skipped gradient may be NaN, and 0 · NaN is NaN: choose, do not multiply.
         self.gradient.copy_(torch.where(skip > 0, 0.0, gradient * scale))
         mean, square = self.state["mean"], self.state["square"]
@@ -104,6 +112,9 @@ class FlatAdam:
         size = self.learning_rate * taken / unbias_mean
         self.flat.sub_(size * mean / ((square / unbias_square).sqrt() + self.eps))
 
+    def _clip_scale(self, norm: Tensor) -> Tensor:
+        return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+
     def state_dict(self) -> dict[str, Any]:
         """Return moments, their decays and the learning rate as plain tensors."""
         state = {name: value.clone() for name, value in self.state.items()}
@@ -111,6 +122,10 @@ class FlatAdam:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
+        for name, value in self.state.items():
+            saved = state["state"][name].shape
+            if saved != value.shape:  # copying would stretch some of them silently
+                raise ValueError(f"optimizer.state.{name} is {list(saved)} there and {list(value.shape)} here")
         self.learning_rate.copy_(state["learning_rate"])
         for name, value in self.state.items():
             value.copy_(state["state"][name])

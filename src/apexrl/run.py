@@ -232,7 +232,6 @@ def make_policy(cfg: PolicyConfig, env: VecEnv, device: torch.device, algo: Algo
     """Make the policy of a configuration for an environment's spaces; for PPO when no algorithm is given."""
     algo = algo or PPOConfig()
     algorithm = ALGORITHMS[algo.name][0]
-    policy_class = algorithm.policies[cfg.kind]
     head = {
         "distribution": cfg.distribution,
         "init_std": cfg.init_std,
@@ -240,30 +239,28 @@ def make_policy(cfg: PolicyConfig, env: VecEnv, device: torch.device, algo: Algo
         "max_std": cfg.max_std,
         "state_dependent_std": cfg.state_dependent_std,
     }
-    if cfg.kind == "gru":
-        return policy_class.for_env(
-            env,
-            hidden_dims=cfg.hidden_dims,
-            memory_dim=cfg.memory_dim,
-            activation=cfg.activation,
-            groups=cfg.actor_groups,
-            normalize_obs=cfg.normalize_obs,
-            **head,
-        ).to(device)
-    actor_cfg = {
-        "hidden_dims": cfg.hidden_dims,
-        "activation": cfg.activation,
-        "groups": cfg.actor_groups,
-        **head,
-    }
-    critic_dims = cfg.hidden_dims if cfg.critic_hidden_dims is None else cfg.critic_hidden_dims
+    layers = {"hidden_dims": cfg.hidden_dims, "activation": cfg.activation}
     critic_cfg = {
-        "hidden_dims": critic_dims,
+        "hidden_dims": cfg.hidden_dims if cfg.critic_hidden_dims is None else cfg.critic_hidden_dims,
         "activation": cfg.activation,
         "groups": cfg.critic_groups,
         **algorithm.critic_options(algo),
     }
-    policy = policy_class.for_env(env, actor_cfg=actor_cfg, critic_cfg=critic_cfg, normalize_obs=cfg.normalize_obs)
+    options: dict[str, dict[str, Any]] = {
+        "mlp": {"actor_cfg": {**layers, "groups": cfg.actor_groups, **head}, "critic_cfg": critic_cfg},
+        "gru": {**layers, "groups": cfg.actor_groups, "memory_dim": cfg.memory_dim, **head},
+        "roa": {
+            **layers,
+            "critic_cfg": critic_cfg,
+            "history": cfg.history,
+            "history_kind": cfg.history_kind,
+            "num_features": cfg.latent_dim,
+            "encoder_dims": cfg.encoder_dims,
+            "adapt_dims": cfg.adapt_dims,
+            "head_options": head,
+        },
+    }
+    policy = algorithm.policies[cfg.kind].for_env(env, **options[cfg.kind], normalize_obs=cfg.normalize_obs)
     return policy.to(device)
 
 

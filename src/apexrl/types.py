@@ -29,6 +29,8 @@ METRIC = "metric"
 # Observation groups with a meaning of their own (a plain Box observation is one tensor and has no groups).
 OBS_KEY = "policy"
 OBS_PRIV_KEY = "priv"
+CMD_KEY = "command"
+OBJECT_KEY = "object"
 
 Observation: TypeAlias = Tensor | TensorDict
 """What a policy sees: one tensor, or named groups of tensors."""

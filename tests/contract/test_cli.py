@@ -134,6 +134,35 @@ def test_config_yaml_starts_the_same_run_again(lift: Path, tmp_path: Path) -> No
     assert stored["algo"]["gamma"] == 0.99
 
 
+def test_sac_leaves_the_same_behind_and_can_be_evaluated_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, video = tmp_path / "sac", tmp_path / "video.mp4"
+    arguments = [
+        "--task.id", "pendulum", "--task.num_envs", "2", "--task.kwargs.max_episode_steps", "20",
+        "--policy.hidden_dims", "[8]", "--algo.batch_size", "16", "--algo.learning_starts", "16",
+        "--training.total_timesteps", "64", "--training.save_interval", "4", "--training.eval_interval", "4",
+        "--training.eval_episodes", "2", "--training.final_eval_episodes", "3", "--training.device", "cpu",
+        "--logging.log_interval", "1",
+    ]  # fmt: skip
+    assert main(["train", "pendulum_sac", "--run-dir", str(run_dir), *arguments]) == 0
+    lines = read_json_lines(run_dir / "metrics.jsonl")
+    assert [line["total_steps"] for line in lines] == list(range(8, 72, 8))
+    for name in ("critic_loss", "actor_loss", "temperature", "entropy", "q_value", "learning_rate"):
+        assert [f"train/{name}" in line for line in lines[1:]] == [True] * 7, name
+    assert "train/critic_loss" not in lines[0]
+    assert "rollout/mean_value" not in lines[-1]
+    records = read_json_lines(run_dir / "evaluations.jsonl")
+    assert [(record["step"], record["episodes"]) for record in records] == [(32, 2), (64, 2), (64, 3)]
+    assert {"config.yaml", "curve.png", "video.mp4"} <= {path.name for path in run_dir.iterdir()}
+    assert load_config(str(run_dir / "config.yaml")).algo.name == "sac"
+    capsys.readouterr()
+    assert main(["eval", str(run_dir), "--episodes", "3"]) == 0
+    assert "3 episodes" in capsys.readouterr().out
+    assert main(["play", str(run_dir), "--output", str(video)]) == 0
+    assert len(iio.imread(video)) >= 20
+
+
 def test_the_real_command_trains_another_gymnasium_task(tmp_path: Path) -> None:
     arguments = ["train", "cartpole_ppo", "--task.id", "Acrobot-v1", *TINY, *NO_EXTRAS, "--training.eval_interval=0"]
     apexrl = str(Path(sys.executable).parent / "apexrl")
@@ -342,6 +371,13 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["train", "--task.num_workers", "1"], ["num_workers", "lift", "0"]),
         (["train", "--policy.distribution", "categorical"], ["policy.distribution", "categorical", "auto"]),
         (["train", "--policy.actor_groups", "[camera]"], ["camera"]),
+        (["train", "pendulum_sac", "--policy.kind", "gru"], ["policy.kind", "['mlp']", "'sac'", "'gru'"]),
+        (["train", "cartpole_ppo", "--algo.name", "sac"], ["Unknown field 'algo.num_epochs'"]),
+        (["train", "pendulum_sac", "--task.id", "CartPole-v1"], ["SAC needs a Box", "Discrete(2)", "use PPO"]),
+        (["train", "pendulum_sac", "--task.id", "recall"], ["SAC needs a Box", "use PPO"]),
+        (["train", "pendulum_sac", "--policy.distribution", "gaussian"], ["policy.distribution", "squashed_gaussian"]),
+        (["train", "pendulum_sac", "--algo.target_subset", "3"], ["algo.target_subset", "algo.num_critics (2)", "3"]),
+        (["train", "pendulum_sac", "--algo.clip", "0.2"], ["Unknown field 'algo.clip'"]),
         (["train", "--training.device", "nonsense"], ["training.device", "'nonsense'", "cpu"]),
         (["train", "--training.device", "meta"], ["training.device", "'meta'", "cpu"]),
         (["train", "--resume", "nowhere"], ["nowhere", "config.yaml"]),

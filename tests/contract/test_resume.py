@@ -59,6 +59,21 @@ HALFCHEETAH = {
 }
 RECALL = {**LIFT, "task.id": "recall", "task.kwargs": "{delay: 2}", "policy.kind": "gru", "policy.memory_dim": "8"}
 RECALL.pop("task.kwargs.max_episode_steps")
+SAC = {
+    "policy.hidden_dims": "[8]",
+    "algo.batch_size": "16",
+    "algo.learning_starts": "10",
+    "algo.utd_ratio": "0.6",
+    "algo.actor_interval": "2",
+    "algo.replay_capacity": "60",
+    "algo.priority_exponent": "0.6",
+    "algo.n_step": "2",
+    "algo.save_replay": "true",
+    "task.num_envs": "2",
+    "training.total_timesteps": "96",
+    "logging.log_interval": "1",
+    **{name: value for name, value in COMMON.items() if name.split(".")[0] in ("training", "features")},
+}
 LONG_LIFT = {**LIFT, "training.total_timesteps": "4800", "training.save_interval": "7", "training.eval_interval": "0"}
 
 
@@ -253,6 +268,26 @@ def test_environments_in_worker_processes_come_back(tmp_path: Path) -> None:
     killed_and_resumed("cartpole_ppo", values, tmp_path / "killed", [Kill("apexrl.algorithms.ppo:PPO.update", 5)])
     # Workers change where the environments run, not what they do.
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_sac_comes_back_with_its_replay_buffer(tmp_path: Path) -> None:
+    assert train("pendulum_sac", SAC, tmp_path / "whole") == 0
+    kills = [Kill("apexrl.algorithms.sac:SAC.update", 4), IN_EVALUATION, AFTER_SAVE, BEFORE_SAVE]
+    killed_and_resumed("pendulum_sac", SAC, tmp_path / "killed", kills)
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    lines = numbers(tmp_path / "whole")
+    # 8 steps an iteration: the first is too short to learn from; the ring of 60 is full after the eighth.
+    assert ["train/critic_loss" in line for line in lines] == [False] + [True] * 11
+
+
+def test_sac_without_its_replay_buffer_goes_on_and_says_what_is_missing(tmp_path: Path) -> None:
+    values = {**SAC, "algo.save_replay": "false", "training.total_timesteps": "48"}
+    assert train("pendulum_sac", values, tmp_path / "killed", AFTER_SAVE) == -signal.SIGKILL
+    assert resume(tmp_path / "killed") == 0
+    said = " ".join((tmp_path / "output.txt").read_text().split())
+    assert "learning goes on once 10 new steps are collected" in said
+    learned = {line["iteration"]: "train/critic_loss" in line for line in numbers(tmp_path / "killed")}
+    assert learned == {1: False, 2: True, 3: True, 4: False, 5: True, 6: True}
 
 
 # Real signals to a real command

@@ -1,5 +1,8 @@
 """Document 003: trainer, collector, algorithm, policy, nearly as the document writes them."""
 
+from typing import Any
+
+import gymnasium as gym
 import pytest
 import torch
 from tensordict import TensorDict
@@ -7,12 +10,17 @@ from torch import Tensor, nn
 
 from apexrl import (
     PPO,
+    SAC,
     ActorCritic,
+    AsyncCollector,
     BaseAlgorithm,
     BaseCollector,
+    GymVecEnv,
     Policy,
     PolicyOutput,
     PPOConfig,
+    SACConfig,
+    SACPolicy,
     SyncCollector,
     Trainer,
     make_env,
@@ -153,3 +161,100 @@ def test_a_new_policy_algorithm_and_collector_are_one_subclass_each() -> None:
     assert trainer.evaluate(2).num_episodes == 2
     ppo = PPO(policy=LinearPolicy(3, 1))
     Trainer(env, ppo.policy, ppo).learn(128)
+
+
+# The other algorithm and the other collector
+
+
+def test_the_complete_training_flow_with_sac() -> None:
+    env = make_env("pendulum", 4)
+    algorithm = SAC(env, SACConfig(num_steps=8, batch_size=16, learning_starts=32), device="cpu")
+    trainer = Trainer(env=env, policy=algorithm.policy, algorithm=algorithm)
+    for _ in range(2):
+        rollout = trainer.collector.collect(n_steps=8)
+        assert rollout.batch_size == torch.Size([8, 4])
+        metrics = algorithm.update(rollout)
+        assert trainer.evaluate(n_episodes=2, deterministic=True).num_episodes == 2
+        assert metrics["loss"].isfinite()
+    trainer.learn(64)
+    assert (trainer.iteration, trainer.total_steps) == (2, 64)
+    # A replay buffer: four rollouts of 32 are all still there.
+    assert len(algorithm.replay) == 4 * 32
+
+
+def test_sac_has_twin_critics_soft_updates_and_an_automatic_temperature() -> None:
+    env = make_env("pendulum", 4)
+    algorithm = SAC(env, SACConfig(num_steps=8, batch_size=16, learning_starts=1, utd_ratio=1 / 32), device="cpu")
+    policy = algorithm.policy
+    assert policy.critics(torch.zeros(5, 3), torch.zeros(5, 1)).shape == (2, 5, 1)
+    target = [p.clone() for p in policy.target_critics.parameters()]
+    algorithm.update(SyncCollector(env, policy, keep=SAC.required_keys).collect(8))
+    for old, new, critic in zip(target, policy.target_critics.parameters(), policy.critics.parameters(), strict=True):
+        torch.testing.assert_close(new, 0.995 * old + 0.005 * critic.detach(), rtol=1e-5, atol=1e-7)
+    assert algorithm.log_temperature.item() != 0.0
+
+
+@pytest.mark.parametrize("kind", [ActorCritic, SACPolicy])
+def test_policies_have_one_interface(kind: type[Policy]) -> None:
+    env = make_env("pendulum", 4)
+    policy, obs = kind.for_env(env), env.reset(seed=0)
+    action, log_prob, value = policy(obs, deterministic=False)
+    assert [x.shape for x in (action, log_prob, value)] == [(4, 1)] * 3
+    again, entropy = policy.evaluate_actions(obs, action)
+    torch.testing.assert_close(again, log_prob)
+    assert [x.shape for x in (entropy, policy.get_value(obs))] == [(4, 1)] * 2
+    assert torch.equal(policy(obs, deterministic=True).action, policy(obs, deterministic=True).action)
+    assert not torch.equal(policy(obs).action, policy(obs).action)
+
+
+@pytest.mark.parametrize("make", [PPO, SAC])
+def test_the_async_collector_collects_in_the_background(make: type[PPO] | type[SAC]) -> None:
+    env = make_env("pendulum", 4)
+    cfg: Any = PPOConfig(num_steps=8) if make is PPO else SACConfig(num_steps=8, batch_size=16, learning_starts=1)
+    algorithm = make(env, cfg, device="cpu")
+    collector = AsyncCollector(env, algorithm.policy, keep=algorithm.required_keys, seed=0, max_staleness=1)
+    trainer = Trainer(env, algorithm.policy, algorithm, collector=collector)
+    versions: list[int] = []
+    update = algorithm.update
+
+    def spy(rollout: TensorDict) -> dict[str, Tensor]:
+        assert rollout.batch_size == torch.Size([8, 4])
+        versions.append(int(rollout["policy_version"].unique()))
+        return update(rollout)
+
+    algorithm.update = spy  # type: ignore[method-assign]
+    try:
+        trainer.learn(5 * 32)
+        assert trainer.evaluate(2).num_episodes == 2
+    finally:
+        trainer.close()
+    # Each rollout once, in order, and none older than one version.
+    assert versions == sorted(versions)
+    assert all(newest - 1 <= version <= newest for newest, version in enumerate(versions))
+
+
+class BrokenEnv(gym.Env[Any, Any]):
+    """Breaks at its tenth step."""
+
+    observation_space = gym.spaces.Box(-1.0, 1.0, (2,))
+    action_space = gym.spaces.Box(-1.0, 1.0, (1,))
+    time = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.time += 1
+        if self.time == 10:
+            raise ZeroDivisionError("the simulator broke")
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+
+def test_an_exception_in_the_background_reaches_the_caller() -> None:
+    env = GymVecEnv([BrokenEnv])
+    collector = AsyncCollector(env, ActorCritic.for_env(env))
+    with pytest.raises(Exception, match="the simulator broke"):
+        for _ in range(3):
+            collector.collect(8)
+    collector.close()

@@ -1,12 +1,24 @@
 """On a CUDA device: graphs compute what eager code computes, resume exactly, and fall back when they must."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from apexrl import PPO, ActorCritic, PPOConfig, RecurrentActorCritic, SyncCollector, Trainer, make_env
+from apexrl import (
+    PPO,
+    SAC,
+    ActorCritic,
+    PPOConfig,
+    RecurrentActorCritic,
+    SACConfig,
+    SACPolicy,
+    SyncCollector,
+    Trainer,
+    make_env,
+)
 from apexrl.agent import TrainingConfig
 from apexrl.graphs import Acceleration, Captured
 
@@ -94,3 +106,96 @@ def test_a_captured_rollout_draws_new_random_numbers_each_time() -> None:
     trainer = make_trainer("lift", Acceleration())
     batches = [trainer.collector.collect(16)["action"].clone() for _ in range(6)]
     assert not torch.equal(batches[4], batches[5])
+
+
+# SAC, with its replay buffer on the device
+
+SAC_STEPS = 4 * 1024
+"""Of one iteration; they earn 8 gradient steps, 4 of them with the actor."""
+SAC_OPTIONS: list[dict[str, Any]] = [{}, {"n_step": 3, "priority_exponent": 0.6, "num_critics": 5}]
+
+
+def make_sac_trainer(acceleration: Acceleration, save_dir: Path | None = None, **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    env = make_env("pendulum", 1024, device="cuda")
+    cfg = SACConfig(
+        utd_ratio=8 / SAC_STEPS,
+        learning_starts=2 * SAC_STEPS,
+        replay_capacity=8 * SAC_STEPS,  # the ring goes around within a test
+        actor_interval=2,
+        save_replay=True,
+        **options,
+    )
+    policy = SACPolicy.for_env(
+        env,
+        actor_cfg={"hidden_dims": (64, 64)},
+        critic_cfg={"hidden_dims": (64, 64), **SAC.critic_options(cfg)},
+        normalize_obs=True,
+    ).cuda()
+    algorithm = SAC(policy=policy, cfg=cfg, acceleration=acceleration)
+    collector = SyncCollector(env, policy, keep=SAC.required_keys, seed=0, acceleration=acceleration)
+    return Trainer(env, policy, algorithm, TrainingConfig(save_interval=6), collector=collector, save_dir=save_dir)
+
+
+def has_graphs(algorithm: SAC) -> bool:
+    return all(
+        any(entry.graph is not None for entry in captured.entries.values()) for captured in algorithm._captured.values()
+    )
+
+
+@pytest.mark.parametrize("options", SAC_OPTIONS, ids=str)
+def test_sac_never_waits_for_the_device(options: dict[str, Any]) -> None:
+    trainer = make_sac_trainer(Acceleration(), **options)
+    trainer.learn(10 * SAC_STEPS)
+    assert isinstance(trainer.algorithm, SAC)
+    assert trainer.algorithm.replay.device.type == "cuda"
+    assert has_graphs(trainer.algorithm)
+    before, num_updates = weights(trainer).clone(), trainer.algorithm.state_dict()["num_updates"]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            metrics = trainer.algorithm.update(trainer.collector.collect(4))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert trainer.algorithm.state_dict()["num_updates"] == num_updates + 5 * 8
+    assert metrics["nonfinite"].item() == 0
+    assert not torch.equal(weights(trainer), before)
+
+
+@pytest.mark.parametrize("options", SAC_OPTIONS, ids=str)
+def test_sac_graphs_equal_eager(options: dict[str, Any]) -> None:
+    runs = []
+    for acceleration in (Acceleration(graphs=False), Acceleration()):
+        trainer = make_sac_trainer(acceleration, **options)
+        losses: list[float] = []
+        trainer.add_callback("post_update", lambda _, s, losses=losses: losses.append(s.get("train/critic_loss", 0.0)))
+        trainer.learn(10 * SAC_STEPS)
+        assert isinstance(trainer.algorithm, SAC)
+        assert has_graphs(trainer.algorithm) == acceleration.graphs
+        runs.append((weights(trainer), losses))
+    assert runs[0][1][0] == 0.0 < runs[0][1][-1]
+    assert runs[1][1] == pytest.approx(runs[0][1], rel=1e-3)
+    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-3, atol=1e-4)
+
+
+def test_sac_resumes_with_its_replay_buffer(tmp_path: Path) -> None:
+    whole = make_sac_trainer(Acceleration())
+    whole.learn(12 * SAC_STEPS)
+    make_sac_trainer(Acceleration(), tmp_path).learn(6 * SAC_STEPS)
+    second = make_sac_trainer(Acceleration(), tmp_path)
+    second.load_checkpoint("iteration_000006.pt")
+    assert isinstance(second.algorithm, SAC)
+    assert len(second.algorithm.replay) == 6 * SAC_STEPS
+    second.learn(12 * SAC_STEPS)
+    torch.testing.assert_close(weights(second), weights(whole), rtol=1e-3, atol=1e-4)
+
+
+def test_sac_learns_on_the_gpu_from_a_replay_buffer_on_the_cpu() -> None:
+    trainer = make_sac_trainer(Acceleration(), replay_device="cpu")
+    before = weights(trainer).clone()
+    trainer.learn(4 * SAC_STEPS)
+    assert isinstance(trainer.algorithm, SAC)
+    assert trainer.algorithm.replay.device.type == "cpu"
+    assert weights(trainer).isfinite().all()
+    assert not torch.equal(weights(trainer), before)

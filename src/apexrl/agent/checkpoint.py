@@ -126,17 +126,6 @@ def restoring(part: str, path: Path) -> Iterator[None]:
         ) from error
 
 
-def check_shapes(own: Mapping[str, Any], given: Mapping[str, Any], name: str) -> None:
-    """Raise when tensors have another shape than ours: copying would stretch some of them silently."""
-    for key, value in own.items():
-        other = given[key]
-        if isinstance(value, Mapping):
-            check_shapes(value, other, f"{name}.{key}")
-        elif isinstance(value, torch.Tensor) and getattr(other, "shape", None) != value.shape:
-            found = list(other.shape) if isinstance(other, torch.Tensor) else repr(other)
-            raise ValueError(f"{name}.{key} is {found} there and {list(value.shape)} here")
-
-
 def load_module(module: nn.Module, state: Mapping[str, Any], path: Path) -> None:
     """Load parameters, or change nothing and name what does not fit."""
     own = module.state_dict()

@@ -116,7 +116,9 @@ class Trainer:
         self.env: VecEnv = env
         self.policy, self.algorithm = policy, algorithm
         self.cfg = cfg or TrainingConfig()
-        self.collector = collector or SyncCollector(env, policy, keep=algorithm.required_keys, seed=self.cfg.seed)
+        self.collector = collector or SyncCollector(
+            env, algorithm.rollout_policy, keep=algorithm.required_keys, seed=self.cfg.seed
+        )
         self.eval_env: VecEnv | None = None if eval_env is None else as_vec_env(eval_env)
         self.loggers = list(loggers)
         self.run_dir = Path(run_dir) if run_dir is not None else None
@@ -136,6 +138,7 @@ class Trainer:
         """How many environments were asked for, when this trainer made them."""
         self._between_steps = True
         """False while a rollout or an update is under way, when there is no state worth saving."""
+        self._acting = algorithm.rollout_policy
         self._told: set[str] = set()
 
     def add_callback(self, event: str, handler: Callable[..., Any]) -> None:
@@ -167,6 +170,9 @@ class Trainer:
         watch = Stopwatch(self.policy.device)
         watch.mark("rollout")
         self._between_steps = False
+        if self.algorithm.rollout_policy is not self._acting:
+            self._acting = self.algorithm.rollout_policy
+            self.collector.follow(self._acting)
         batch = self.collector.collect(self.algorithm.num_steps)
         self._between_steps = True
         watch.mark("callbacks")
@@ -310,8 +316,6 @@ class Trainer:
             checkpoint.set_rng_state(content["rng"])
         checkpoint.load_module(self.policy, content["policy"], path)
         with checkpoint.restoring("algorithm", path):
-            own = self.algorithm.state_dict().get("optimizer", {})
-            checkpoint.check_shapes(own, content["algorithm"].get("optimizer", {}), "optimizer")
             self.algorithm.load_state_dict(content["algorithm"])
         with checkpoint.restoring("collector", path):
             self.collector.load_state_dict(content["collector"])

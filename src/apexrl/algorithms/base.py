@@ -32,6 +32,11 @@ class BaseAlgorithm(ABC):
         self.num_steps = num_steps
         """Steps of each environment in one rollout."""
 
+    @property
+    def rollout_policy(self) -> Policy:
+        """What acts while training collects; evaluation always uses ``policy``."""
+        return self.policy
+
     @abstractmethod
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Improve the policy with one batch ``[T, N]``; returns 0-d tensors, still on the device.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -169,23 +169,45 @@ class PPO(BaseAlgorithm):
             policy.to(device)
         self.cfg = cfg or PPOConfig()
         super().__init__(policy, self.cfg.num_steps)
-        self.optimizer = FlatAdam(
-            policy.named_parameters(), self.cfg.learning_rate, self.cfg.adam_eps, self.cfg.max_grad_norm
-        )
         self.reward_scaler = RewardScaler(self.cfg.gamma).to(policy.device) if self.cfg.normalize_reward else None
         self.acceleration = acceleration or Acceleration()
-        self._evaluator = _Evaluator(policy, self.acceleration)
+        self._prepare(policy)
+
+    def _prepare(self, learner: Policy, apart: str | None = None) -> None:
+        """Get ready to train the networks of a policy, with an optimizer that knows nothing yet.
+
+        Args:
+            learner: the policy, or a view of it.
+            apart: networks whose gradients are clipped by themselves.
+        """
+        cfg, device = self.cfg, self.policy.device
+        self.optimizer = FlatAdam(
+            learner.named_parameters(), cfg.learning_rate, cfg.adam_eps, cfg.max_grad_norm, apart=apart
+        )
+        self._evaluator = _Evaluator(learner, self.acceleration)
         self._run_step = compiled(self._step, enabled=self.acceleration.compile)
-        use_graphs = self.acceleration.graphs and policy.device.type == "cuda"
-        self._captured_epoch = Captured("The update", self._epoch, enabled=use_graphs)
-        self._captured_advantage = Captured("The advantage", self._compute_advantage, enabled=use_graphs)
-        self._progress = Progress(METRICS, policy.device)
+        self._captured_epoch = self._captured("The update", self._epoch)
+        self._captured_advantage = self._captured("The advantage", self._compute_advantage)
+        self._progress = Progress(METRICS, device)
         self._batch = TensorDict({}, batch_size=[0, 0])
         self._data: dict[str, Any] = {}
         self._compiled_for_batch = False
 
+    def _captured(self, name: str, function: Callable[..., Any]) -> Captured:
+        return Captured(name, function, enabled=self.acceleration.graphs and self.policy.device.type == "cuda")
+
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
-        """Run the epochs over one rollout ``[T, N]``."""
+        """Learn from one rollout ``[T, N]``, then let the normaliser see it."""
+        metrics = self.train_policy(rollout)
+        self._update_normalizer(rollout)
+        return metrics
+
+    def _update_normalizer(self, rollout: TensorDict) -> None:
+        # Last, so that the rollout and every minibatch of this update saw the same normaliser.
+        self.policy.update_normalizer(rollout[OBSERVATION], apply=self._progress.nonfinite == 0)
+
+    def train_policy(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """Run the epochs over one rollout."""
         self.check_batch(rollout)
         count = rollout.shape[1] if self.policy.sequential else rollout.numel()
         if self.cfg.num_minibatches > count:
@@ -202,8 +224,6 @@ class PPO(BaseAlgorithm):
         for _ in range(self.cfg.num_epochs):
             self._captured_epoch(torch.randperm(count, device=self.policy.device))
         self.policy.eval()
-        # Last, so that the rollout and every minibatch of this update saw the same normaliser.
-        self.policy.update_normalizer(rollout[OBSERVATION], apply=progress.nonfinite == 0)
         return {
             **progress.means(),
             "learning_rate": self.optimizer.learning_rate.clone(),
@@ -274,9 +294,14 @@ class PPO(BaseAlgorithm):
         def loss_at(parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             named = {f"policy.{name}": value for name, value in parameters.items()}
             evaluation: Evaluation = torch.func.functional_call(self._evaluator, named, (batch,))
-            return self._loss(batch, evaluation)
+            loss, metrics = self._loss(batch, evaluation)
+            return loss + self._penalty(named, batch), metrics
 
         return self.optimizer.gradient_at(loss_at, functional=self.acceleration.compile)
+
+    def _penalty(self, parameters: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor | float:
+        """Return what a variant adds to the loss, given the evaluator's parameters by name."""
+        return 0.0
 
     def _epoch(self, order: Tensor) -> None:
         """Go once over the batch in a given order: shuffle all of it at once, then cut it into minibatches."""

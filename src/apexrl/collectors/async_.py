@@ -201,7 +201,10 @@ class _StopError(Exception):
 
 
 class _CollectingThread:
-    """The thread, and what it shares with the learner. Its lock guards every attribute; no work is done under it."""
+    """The thread, and what it shares with the learner.
+
+    The lock guards every attribute but the sign of life, which a step writes; no work is done under it.
+    """
 
     def __init__(self, collector: SyncCollector, max_staleness: int, queue_size: int, step_timeout: float) -> None:
         self.collector = collector
@@ -278,7 +281,8 @@ class _CollectingThread:
         with self.changed:
             self.stopped = True
             self.changed.notify_all()
-        if self.thread.ident is not None:
+        # The garbage collector may call this from the thread itself.
+        if self.thread.ident not in (None, threading.get_ident()):
             self.thread.join(JOIN_SECONDS)
 
     def raise_failure(self) -> None:
@@ -331,7 +335,7 @@ class _CollectingThread:
         number = 0
         while (order := self._next_order()) is not None:
             number += 1
-            rollout = None
+            rollout, failure = None, None
             try:
                 rollout = self._collect(*order)
             except _StopError:
@@ -339,10 +343,10 @@ class _CollectingThread:
             except BaseException as error:
                 name = type(self.collector.env).__name__
                 error.add_note(f"Raised in the thread of AsyncCollector, in rollout {number} with {name}.")
-                self.failure = (error, error.__traceback__)
+                failure = (error, error.__traceback__)
             with self.changed:
                 self._account()
-                self.rolling = False
+                self.rolling, self.failure = False, failure
                 if rollout is not None:
                     self.ready.append(rollout)
                 self.changed.notify_all()

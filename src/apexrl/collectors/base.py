@@ -10,6 +10,7 @@ from typing import Any, Self
 from tensordict import TensorDict
 
 from apexrl.metrics import EpisodeMetrics
+from apexrl.policies.base import Policy
 
 
 class BaseCollector(ABC):
@@ -31,6 +32,10 @@ class BaseCollector(ABC):
     def quiet(self) -> AbstractContextManager[None]:
         """Hold the environments still for a block that reads or writes their state, or the random generators."""
         return nullcontext()
+
+    def follow(self, policy: Policy) -> None:
+        """Act with this policy from the next rollout on; collectors that only ever know one need not care."""
+        return
 
     def restart(self, seed: int) -> None:
         """Forget the running episodes; the next call of ``collect`` starts new ones from a seed."""

@@ -50,7 +50,7 @@ class SyncCollector(BaseCollector):
         self._captured: dict[int, Captured] = {}
         self._compiled = False
         env.accelerate(self.acceleration)
-        self.actor: Actor = compiled(make_actor(policy, env.device), enabled=self.acceleration.compile)
+        self.actor: Actor = self._make_actor()
         self._use(None)
         if not env.gives_final_obs:
             warnings.warn(
@@ -104,6 +104,16 @@ class SyncCollector(BaseCollector):
             add_values(batch, self.policy)
             del batch[NEXT_OBSERVATION]
         return batch
+
+    def follow(self, policy: Policy) -> None:
+        """Act with this policy from the next rollout on; the episodes go on."""
+        if policy is not self.policy:
+            self.policy = policy
+            self.actor = self._make_actor()
+            self._use(self.carry)
+
+    def _make_actor(self) -> Actor:
+        return compiled(make_actor(self.policy, self.env.device), enabled=self.acceleration.compile)
 
     def start(self) -> None:
         """Start new episodes everywhere."""

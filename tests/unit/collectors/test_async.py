@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,19 @@ def test_what_was_collected_with_the_last_weights_equals_the_synchronous_collect
     assert set(batch.keys()) == {*expected.keys(), "policy_version"}
     for key in ("observation", "action", "reward", "value", "next_value", "sample_log_prob"):
         assert torch.equal(batch[key], expected[key]), key
+
+
+def test_strictly_on_policy_training_equals_the_synchronous_one_bit_for_bit() -> None:
+    weights = []
+    for make_collector in (SyncCollector, partial(AsyncCollector, max_staleness=0)):
+        torch.manual_seed(3)
+        env = make_env("cartpole", 3)
+        ppo = PPO(env, PPOConfig(num_steps=8), device="cpu")
+        with make_collector(env, ppo.policy, keep=ppo.required_keys, seed=5) as collector:
+            for _ in range(5):
+                ppo.update(collector.collect(8))
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in ppo.policy.parameters()]))
+    assert torch.equal(*weights)
 
 
 def test_episode_statistics_are_those_of_what_was_handed_out() -> None:

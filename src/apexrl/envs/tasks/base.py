@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.envs.base import VecEnv
@@ -17,7 +18,7 @@ from apexrl.envs.tasks.drawing import Canvas
 from apexrl.errors import ConfigError, EnvError, EnvStateError
 from apexrl.graphs import Acceleration, compiled
 from apexrl.metrics import MetricSpec
-from apexrl.types import EnvStep
+from apexrl.types import EnvStep, Observation
 
 
 class Transition(NamedTuple):
@@ -37,7 +38,8 @@ class TensorTask(VecEnv):
     """N copies of a task whose whole state is one tensor ``[N, S]`` on any device.
 
     A step runs a fixed sequence of fixed-shape operations: fresh states are drawn for all N and selected
-    where an episode ended. ``state`` and ``elapsed`` keep their storage and everything that is returned is a
+    where an episode ended. All random numbers are drawn by ``_draw`` and ``_draw_noise``; the rest of a step can be
+    compiled. ``state`` and ``elapsed`` keep their storage and everything that is returned is a
     new tensor, so a step can be captured as a CUDA graph (register ``generator`` with the graph).
 
     A subclass sets its spaces and ``max_episode_steps`` before it calls this constructor.
@@ -77,13 +79,20 @@ class TensorTask(VecEnv):
     def _draw(self) -> Tensor:
         """Draw a first state of an episode for each environment, ``[N, S]``."""
 
-    @abstractmethod
-    def _advance(self, state: Tensor, action: Tensor) -> Transition:
-        """Move ``state [N, S]`` on by one ``action [N, A]`` without changing it."""
+    def _draw_noise(self) -> tuple[Tensor, ...]:
+        """Draw the random numbers of one step, ``[N, ...]`` each; ``_advance`` receives them after the action."""
+        return ()
 
     @abstractmethod
-    def _observe(self, state: Tensor) -> Tensor:
-        """Return what the policy sees in ``state``, ``[N, O]``; the state itself will do."""
+    def _advance(self, state: Tensor, action: Tensor, *noise: Any, **_: Any) -> Transition:
+        """Move ``state [N, S]`` on by one ``action [N, A]`` without changing it.
+
+        A task names the tensors of its ``_draw_noise`` as further arguments; one without noise has none.
+        """
+
+    @abstractmethod
+    def _observe(self, state: Tensor) -> Tensor | dict[str, Tensor]:
+        """Return what is seen in ``state``: ``[N, O]``, or named groups of that; parts of the state will do."""
 
     @abstractmethod
     def _paint(self, canvas: Canvas, state: list[float]) -> None:
@@ -94,14 +103,14 @@ class TensorTask(VecEnv):
         """The task's metrics by name."""
         return self._metric_specs
 
-    def reset(self, seed: int | None = None) -> Tensor:
+    def reset(self, seed: int | None = None) -> Observation:
         """Start a new episode everywhere; a seed makes everything that follows repeatable."""
         if seed is not None:
             self.generator.manual_seed(seed)
         fresh = self._draw()
         self.state.copy_(fresh)
         self.elapsed.zero_()
-        return self._observe(fresh)
+        return self._grouped(self._observe(fresh))
 
     def step(self, action: Tensor) -> EnvStep:
         """Apply the actions ``[N, A]``; ``final_obs`` is the true successor of every row."""
@@ -109,16 +118,22 @@ class TensorTask(VecEnv):
             raise EnvError(
                 f"{type(self).__name__} needs actions of shape {list(self._action_shape)}, got {list(action.shape)}."
             )
-        state, elapsed, step = self._transition(self.state, self.elapsed, action.detach(), self._draw())
+        state, elapsed, step = self._transition(
+            self.state, self.elapsed, action.detach(), self._draw(), *self._draw_noise()
+        )
         self.state.copy_(state)
         self.elapsed.copy_(elapsed)
-        return EnvStep(*step)
+        obs, reward, terminated, truncated, final_obs, metric = step
+        return EnvStep(self._grouped(obs), reward, terminated, truncated, self._grouped(final_obs), metric)
+
+    def _grouped(self, obs: Tensor | dict[str, Tensor]) -> Observation:
+        return obs if isinstance(obs, Tensor) else TensorDict(obs, batch_size=[self.num_envs])
 
     def _eager_transition(
-        self, state: Tensor, elapsed: Tensor, action: Tensor, fresh: Tensor
+        self, state: Tensor, elapsed: Tensor, action: Tensor, fresh: Tensor, *noise: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
         """Return the next state, the steps taken in its episode, and the fields of an ``EnvStep``; changes nothing."""
-        successor, reward, terminated, metric = self._advance(state, action)
+        successor, reward, terminated, metric = self._advance(state, action, *noise)
         elapsed = elapsed + 1
         truncated = (elapsed >= self.max_episode_steps) & ~terminated
         done = terminated | truncated

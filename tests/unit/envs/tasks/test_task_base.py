@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Dict, Discrete
 from torch import Tensor
 
 from apexrl.envs.tasks import TASKS, CartPole, Lift, Pendulum, Recall, TensorTask
 from apexrl.errors import ConfigError, EnvError, EnvStateError
+from apexrl.types import Observation
 
 every_task = pytest.mark.parametrize("task_class", TASKS.values(), ids=TASKS.keys())
 
@@ -24,20 +25,29 @@ def random_action(task: TensorTask, generator: torch.Generator) -> Tensor:
     return torch.from_numpy(space.low) + uniform * torch.from_numpy(space.high - space.low)
 
 
+def groups(obs: Observation | None) -> dict[str, Tensor]:
+    """The tensors of an observation by group; one without groups is called ``all``."""
+    assert obs is not None
+    return {"all": obs} if isinstance(obs, Tensor) else dict(obs.items())
+
+
+def spaces(task: TensorTask) -> dict[str, Any]:
+    space = task.observation_space
+    return dict(space.spaces) if isinstance(space, Dict) else {"all": space}
+
+
 def trajectory(task: TensorTask, num_steps: int, action_seed: int) -> list[Tensor]:
     """Everything that ``num_steps`` random steps return."""
     generator = torch.Generator().manual_seed(action_seed)
     seen: list[Tensor] = []
     for _ in range(num_steps):
         step = task.step(random_action(task, generator))
-        assert isinstance(step.obs, Tensor)
-        assert isinstance(step.final_obs, Tensor)
         seen += [
-            step.obs,
+            *groups(step.obs).values(),
             step.reward,
             step.terminated,
             step.truncated,
-            step.final_obs,
+            *groups(step.final_obs).values(),
             *step.metric.values(),
         ]
     return seen
@@ -50,12 +60,11 @@ def all_equal(left: list[Tensor], right: list[Tensor]) -> bool:
 @every_task
 def test_shapes_types_and_declared_metrics(task_class: type[TensorTask]) -> None:
     task = task_class(3)
-    assert isinstance(task.observation_space, Box)
-    assert task.reset(0).shape == (3, *task.observation_space.shape)
+    shapes = {name: (3, *space.shape) for name, space in spaces(task).items()}
+    assert {name: x.shape for name, x in groups(task.reset(0)).items()} == shapes
     step = task.step(random_action(task, torch.Generator()))
-    assert isinstance(step.obs, Tensor)
-    assert step.obs.shape == (3, *task.observation_space.shape)
-    assert step.obs.dtype == step.reward.dtype == torch.float32
+    assert {name: x.shape for name, x in groups(step.obs).items()} == shapes
+    assert {x.dtype for x in groups(step.obs).values()} == {step.reward.dtype} == {torch.float32}
     assert step.terminated.dtype == step.truncated.dtype == torch.bool
     assert step.reward.shape == step.terminated.shape == step.truncated.shape == (3, 1)
     assert step.metric.keys() == task.metric_specs.keys()
@@ -65,8 +74,10 @@ def test_shapes_types_and_declared_metrics(task_class: type[TensorTask]) -> None
 @every_task
 def test_observations_lie_in_their_space(task_class: type[TensorTask]) -> None:
     task = task_class(1)
-    observations = [task.reset(0), *trajectory(task, 250, 0)[:: 5 + len(task.metrics)]]
-    assert all(task.observation_space.contains(obs[0].numpy()) for obs in observations)
+    generator = torch.Generator().manual_seed(0)
+    observations = [task.reset(0), *(task.step(random_action(task, generator)).obs for _ in range(250))]
+    for obs in observations:
+        assert all(spaces(task)[name].contains(x[0].numpy()) for name, x in groups(obs).items())
 
 
 @every_task
@@ -83,7 +94,7 @@ def test_same_seed_same_trajectory_and_another_seed_another(task_class: type[Ten
 @every_task
 def test_two_unseeded_tasks_differ(task_class: type[TensorTask]) -> None:
     first = task_class(64)
-    assert not torch.equal(first.reset(), first.spawn(64).reset())
+    assert not all_equal(list(groups(first.reset()).values()), list(groups(first.spawn(64).reset()).values()))
 
 
 @every_task
@@ -179,9 +190,9 @@ def test_termination_wins_over_the_time_limit() -> None:
 @every_task
 def test_state_keeps_its_storage_and_outputs_do_not_share_it(task_class: type[TensorTask]) -> None:
     task = task_class(4)
-    first = task.reset(0)
+    first = groups(task.reset(0)).values()
     storage = task.state.data_ptr(), task.elapsed.data_ptr()
-    seen = [first, *trajectory(task, 2, 0)]
+    seen = [*first, *trajectory(task, 2, 0)]
     before = [tensor.clone() for tensor in seen]
     trajectory(task, 10, 1)
     task.reset()

@@ -1,0 +1,270 @@
+"""PPO with regularised online adaptation: a privileged teacher, and a student that infers what the teacher is told.
+
+After ROA (Fu et al. 2022, arXiv 2210.10044) and RMA (Kumar et al. 2021, arXiv 2107.04034).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from apexrl.algorithms.base import Progress
+from apexrl.algorithms.ppo import PPO, PPOConfig
+from apexrl.buffers import bounds
+from apexrl.errors import ConfigError
+from apexrl.graphs import Acceleration, compiled, without_guards
+from apexrl.optim import FlatAdam, flatten
+from apexrl.policies import Policy, ROAPolicy
+from apexrl.types import OBS_KEY, OBSERVATION
+
+Phase = Literal["train", "finetune"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOROAConfig(PPOConfig):
+    """Options of PPO-ROA, besides those of PPO."""
+
+    name: Literal["ppo_roa"] = "ppo_roa"  # type: ignore[assignment]
+    """The algorithm."""
+    phase: Literal["both", "train", "finetune"] = "both"
+    """train: the teacher acts and the student imitates it; finetune: the student acts; both: one after the other."""
+    train_share: float = 0.7
+    """Share of the environment steps after which ``both`` goes from train to finetune."""
+    adapt_epochs: int = 2
+    """Passes of adaptation module and student over each rollout."""
+    adapt_minibatches: int = 4
+    """Minibatches of each of these passes."""
+    adapt_learning_rate: float = 1e-3
+    """Of the adaptation module, and of the student while it imitates."""
+    ema_tau: float = 0.04
+    """How far the average of the adaptation module moves at each update."""
+    min_frames: int = 2
+    """A window with fewer frames than this, at the start of an episode, teaches the adaptation module nothing."""
+    encoder_penalty: float = 0.0
+    """Weight of the distance between the encoder's feature and the adaptation module's guess, at the end; 0 is off."""
+    finetune_learning_rate: float = 1e-4
+    """Of PPO in finetune, where it stays fixed."""
+    finetune_target_kl: float = 0.02
+    """An update in finetune stops for good once its KL divergence is 1.5 times this."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("adapt_epochs", "adapt_minibatches", "min_frames"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"algo.{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("adapt_learning_rate", "finetune_learning_rate", "finetune_target_kl"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"algo.{name} must be positive, got {getattr(self, name)}.")
+        for name in ("train_share", "ema_tau"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"algo.{name} must lie in (0, 1], got {getattr(self, name)}.")
+        if self.encoder_penalty < 0:
+            raise ConfigError(f"algo.encoder_penalty must not be negative, got {self.encoder_penalty}.")
+
+    def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
+        """Raise when rollouts of this many environments cannot be cut into the wanted minibatches."""
+        super().check_rollout(num_envs, keeps_sequences=keeps_sequences)
+        if self.adapt_minibatches > self.num_steps * num_envs:
+            raise ConfigError(
+                f"algo.adapt_minibatches is {self.adapt_minibatches}, but a rollout has {self.num_steps * num_envs} "
+                "samples; lower it."
+            )
+
+
+METRICS = ("adapt_loss", "imitation_loss")
+
+
+class PPOROA(PPO):
+    """Trains a teacher with privileged information, and a student that adapts from history.
+
+    Phase ``train``: the teacher acts; PPO trains encoder, teacher and critic; the adaptation module learns to guess the
+    encoder's feature, and the student to act as the teacher does, given the guess. Phase ``finetune``: the student
+    acts with the average of the adaptation module; PPO trains student and critic; encoder and teacher stay as they are.
+
+    Args:
+        policy: the networks.
+        cfg: the options.
+        acceleration: how the update runs.
+    """
+
+    policies: ClassVar[Mapping[str, type[Policy]]] = {"roa": ROAPolicy}
+
+    def __init__(
+        self, policy: ROAPolicy, cfg: PPOROAConfig | None = None, *, acceleration: Acceleration | None = None
+    ) -> None:
+        self.roa_cfg = cfg or PPOROAConfig()
+        self.roa: ROAPolicy = policy
+        self.phase: Phase = "train"
+        super().__init__(policy=policy, cfg=self.roa_cfg, acceleration=acceleration)
+        self.begin_phase("finetune" if self.roa_cfg.phase == "finetune" else "train")
+
+    def begin_phase(self, phase: Phase) -> None:
+        """Go on in a phase, with new optimizers; everything that depends on the phase is chosen here."""
+        cfg, policy = self.roa_cfg, self.roa
+        starts_finetune = phase == "finetune" and self.phase == "train"
+        self.phase = phase
+        if phase == "train":
+            self.cfg, self._acting = cfg, policy.teacher
+        else:
+            self.cfg = replace(
+                cfg, learning_rate=cfg.finetune_learning_rate, schedule="fixed", target_kl=cfg.finetune_target_kl
+            )
+            self._acting = policy.student
+        self._imitates = phase == "train"
+        if starts_finetune:
+            self._explore_as_the_teacher()
+        self._prepare(self._acting, apart="critic.")
+        rate, eps, clip = cfg.adapt_learning_rate, cfg.adam_eps, cfg.max_grad_norm
+        self.adapt_optimizer = FlatAdam(policy.adapt_module.named_parameters(), rate, eps, clip)
+        self._average = flatten(policy.adapt_ema.parameters())
+        # In finetune the student's weights are PPO's own.
+        self.student_optimizer = (
+            FlatAdam(policy.actor_adapt.named_parameters(), rate, eps, clip) if self._imitates else None
+        )
+        self._run_adapt_step = compiled(self._adapt_step, enabled=self.acceleration.compile)
+        self._captured_adapt_epoch = self._captured("The adaptation", self._adapt_epoch)
+        self._compiled_adapt = False
+        self._adapt_progress = Progress(METRICS, policy.device)
+        self._penalty_weight = torch.zeros((), device=policy.device)
+
+    def _explore_as_the_teacher(self) -> None:
+        """Give the student the teacher's standard deviation, which imitating the mean does not teach."""
+        theirs, ours = self.roa.actor.action_head.log_std, self.roa.actor_adapt.action_head.log_std
+        if theirs is not None and ours is not None:
+            with torch.no_grad():
+                ours.copy_(theirs)
+
+    @property
+    def rollout_policy(self) -> Policy:
+        """The teacher in phase train, the student in finetune."""
+        return self._acting
+
+    def get_rollout_policy(self, mode: str = "train") -> Policy:
+        """Return what acts: in mode ``train`` that of the phase, in mode ``eval`` the deployable student."""
+        if mode not in ("train", "eval"):
+            raise ConfigError(f"get_rollout_policy knows the modes train and eval, got '{mode}'.")
+        return self._acting if mode == "train" else self.roa
+
+    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """Learn from one rollout ``[T, N]``: PPO, then the adaptation, then the normaliser."""
+        metrics = {**self.train_policy(rollout), **self.train_adapt(rollout)}
+        self._update_normalizer(rollout)
+        return metrics
+
+    def train_op(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """Do the same as ``update``."""
+        return self.update(rollout)
+
+    def train_adapt(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """Train the adaptation module on the rollout that ``train_policy`` has just seen, and move its average.
+
+        In phase train the student imitates the teacher besides.
+        """
+        progress = self._adapt_progress
+        progress.restart()
+        self.policy.train()
+        for _ in range(self.roa_cfg.adapt_epochs):
+            self._captured_adapt_epoch(torch.randperm(rollout.numel(), device=self.policy.device))
+        self.policy.eval()
+        with torch.no_grad():
+            tau = self.roa_cfg.ema_tau
+            moved = (1.0 - tau) * self._average + tau * self.adapt_optimizer.flat
+            self._average.copy_(torch.where(self._progress.nonfinite == 0, moved, self._average))
+        means = progress.means()
+        return means if self._imitates else {"adapt_loss": means["adapt_loss"]}
+
+    def _adapt_epoch(self, order: Tensor) -> None:
+        obs = self._data[OBSERVATION][order]
+        with without_guards(self._compiled_adapt):
+            for start, end in bounds(len(order), self.roa_cfg.adapt_minibatches):
+                self._run_adapt_step(dict(obs[start:end].items()))
+        self._compiled_adapt = self.acceleration.compile
+
+    def _adapt_step(self, groups: Mapping[str, Tensor]) -> None:
+        """Regress the adaptation module to the encoder, and the student to the teacher."""
+        policy, functional = self.roa, self.acceleration.compile
+        raw = TensorDict(dict(groups), batch_size=[len(groups[OBS_KEY])])
+        weight = self._has_history(groups[OBS_KEY])
+        obs = policy.normalized(raw)
+        with torch.no_grad():
+            feature = policy.encoder_priv(obs)
+
+        def adapt_loss(parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+            guess = torch.func.functional_call(policy.adapt_module, dict(parameters), (obs,))
+            error = (guess - feature).square().mean(-1, keepdim=True)
+            return (weight * error).sum() / weight.sum().clamp(min=1.0), guess.detach()
+
+        loss, guess, gradient = self.adapt_optimizer.gradient_at(adapt_loss, functional=functional)
+        self._apply(self.adapt_optimizer, loss, gradient)
+        imitation = torch.zeros_like(loss)
+        if self.student_optimizer is not None:
+            with torch.no_grad():
+                wanted = policy.actor(obs, feature).mode
+
+            def imitation_loss(parameters: Mapping[str, Tensor]) -> tuple[Tensor, None]:
+                given = torch.func.functional_call(policy.actor_adapt, dict(parameters), (obs, guess)).mode
+                return (given - wanted).square().mean(), None
+
+            imitation, _, gradient = self.student_optimizer.gradient_at(imitation_loss, functional=functional)
+            self._apply(self.student_optimizer, imitation, gradient)
+        with torch.no_grad():
+            taken = self._progress.nonfinite == 0
+            self._adapt_progress.add(torch.stack((loss.detach(), imitation.detach())), taken)
+
+    def _has_history(self, window: Tensor) -> Tensor:
+        """Return 1 where a window ``[B, F]`` holds enough frames, else 0; frames before the episode are zeros."""
+        frames = window.reshape(len(window), self.roa.history, -1)
+        needed = min(self.roa_cfg.min_frames, self.roa.history)
+        return ((frames != 0).any(-1).sum(-1, keepdim=True) >= needed).to(window.dtype)
+
+    def _apply(self, optimizer: FlatAdam, loss: Tensor, gradient: Tensor) -> None:
+        nonfinite = self._progress.nonfinite
+        with torch.no_grad():
+            norm = gradient.norm()
+            nonfinite.copy_(torch.max(nonfinite, ~(loss + norm).isfinite()))
+            optimizer.step(gradient, norm, nonfinite)
+
+    def _penalty(self, parameters: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor | float:
+        """Draw the encoder towards what can be inferred: λ mean((z − sg(ẑ))²), only in phase train."""
+        if not self._imitates or self.roa_cfg.encoder_penalty == 0:
+            return 0.0
+        obs = self.roa.normalized(batch[OBSERVATION])
+        prefix = "policy.latent."
+        encoder = {name[len(prefix) :]: value for name, value in parameters.items() if name.startswith(prefix)}
+        feature = torch.func.functional_call(self.roa.encoder_priv, encoder, (obs,))
+        with torch.no_grad():
+            guess = self.roa.adapt_module(obs)
+        distance: Tensor = (feature - guess).square().mean()
+        return self._penalty_weight * distance
+
+    def adjust_learning_rate(self, progress: float) -> None:
+        """Follow the schedules, and go on to finetune when its time has come."""
+        super().adjust_learning_rate(progress)
+        share = progress / self.roa_cfg.train_share if self.roa_cfg.phase == "both" else progress
+        self._penalty_weight.fill_(self.roa_cfg.encoder_penalty * min(1.0, share))
+        if self.roa_cfg.phase == "both" and self.phase == "train" and share >= 1.0:
+            self.begin_phase("finetune")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the phase and what PPO and the adaptation need to go on."""
+        state = super().state_dict()
+        student = {} if self.student_optimizer is None else self.student_optimizer.state_dict()
+        adaptation = {"adapt": self.adapt_optimizer.state_dict(), "student": student}
+        return {**state, **adaptation, "phase": self.phase, "penalty_weight": self._penalty_weight.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``, in its phase."""
+        if state["phase"] != self.phase:
+            weights = {name: value.clone() for name, value in self.policy.state_dict().items()}
+            self.begin_phase(state["phase"])
+            self.policy.load_state_dict(weights)
+        super().load_state_dict(state)
+        self.adapt_optimizer.load_state_dict(state["adapt"])
+        if self.student_optimizer is not None:
+            self.student_optimizer.load_state_dict(state["student"])
+        self._penalty_weight.copy_(state["penalty_weight"])

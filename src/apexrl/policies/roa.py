@@ -1,0 +1,300 @@
+"""A teacher that sees privileged information, and a student that infers it from history (ROA, arXiv 2210.10044)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import gymnasium as gym
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from apexrl.errors import ConfigError
+from apexrl.models import Distribution, MLPCritic, ObservationNormalizer
+from apexrl.models.actor import ActionHead
+from apexrl.models.encoder import ObservationEncoder, linear, mlp
+from apexrl.policies.base import Policy
+from apexrl.types import (
+    ACTION,
+    CMD_KEY,
+    OBJECT_KEY,
+    OBS_KEY,
+    OBS_PRIV_KEY,
+    OBSERVATION,
+    SAMPLE_LOG_PROB,
+    Carry,
+    Evaluation,
+    Observation,
+    PolicyOutput,
+)
+
+HistoryKind = Literal["mlp", "conv", "gru"]
+
+
+class FeatureEncoder(nn.Module):
+    """Groups of the observation to a feature vector."""
+
+    def __init__(
+        self,
+        observation_space: gym.Space[Any],
+        groups: Sequence[str],
+        hidden_dims: Sequence[int],
+        num_features: int,
+        activation: str,
+    ) -> None:
+        super().__init__()
+        self.encoder = ObservationEncoder(observation_space, groups)
+        widths = [self.encoder.num_features, *hidden_dims]
+        self.trunk = mlp(widths, activation)
+        self.head = linear(widths[-1], num_features, gain=1.0)
+
+    def forward(self, obs: Observation) -> Tensor:
+        """Return features ``[..., F]``."""
+        features: Tensor = self.head(self.trunk(self.encoder(obs)))
+        return features
+
+
+class AdaptationModule(nn.Module):
+    """From a window of past frames, and what else the robot knows, to a guess of the privileged feature.
+
+    Args:
+        observation_space: of one environment; its group ``policy`` is the window, oldest frame first.
+        history: frames in the window.
+        kind: how the window is read: flat, by convolutions over time, or by a GRU from the oldest frame on.
+        groups: the other groups that it sees.
+        hidden_dims: widths of the layers after the window (with ``mlp``, of all).
+        num_features: width of the guess.
+        activation: between the layers.
+    """
+
+    def __init__(
+        self,
+        observation_space: gym.spaces.Dict,
+        *,
+        history: int,
+        kind: HistoryKind,
+        groups: Sequence[str],
+        hidden_dims: Sequence[int],
+        num_features: int,
+        activation: str,
+    ) -> None:
+        super().__init__()
+        size = gym.spaces.flatdim(observation_space[OBS_KEY])
+        if size % history:
+            raise ConfigError(
+                f"policy.history is {history}, but the observation group '{OBS_KEY}' has {size} numbers, which is no "
+                "multiple of it; give the number of frames that the task stacks."
+            )
+        self.history, self.kind = history, kind
+        frame = size // history
+        self.others = ObservationEncoder(observation_space, groups) if groups else None
+        window: nn.Module
+        if kind == "conv":
+            window = nn.Sequential(
+                nn.Conv1d(frame, 32, 5, stride=2), nn.ELU(), nn.Conv1d(32, 32, 3, stride=2), nn.ELU(), nn.Flatten()
+            )
+            try:
+                width = window(torch.zeros(1, frame, history)).shape[1]
+            except RuntimeError:
+                raise ConfigError(f"policy.history is {history}; convolutions need at least 9 frames.") from None
+        elif kind == "gru":
+            window, width = nn.GRU(frame, 64, batch_first=True), 64
+        else:
+            window, width = nn.Identity(), size
+        self.window = window
+        widths = [width + (self.others.num_features if self.others else 0), *hidden_dims]
+        self.trunk = mlp(widths, activation)
+        self.head = linear(widths[-1], num_features, gain=1.0)
+
+    def forward(self, obs: Any) -> Tensor:
+        """Return the guess ``[..., F]``."""
+        window = obs[OBS_KEY]
+        leading = window.shape[:-1]
+        if self.kind != "mlp":
+            frames = window.reshape(-1, self.history, window.shape[-1] // self.history)
+            read = self.window(frames.transpose(1, 2)) if self.kind == "conv" else self.window(frames)[0][:, -1]
+            window = read.reshape(*leading, -1)
+        parts = window if self.others is None else torch.cat((window, self.others(obs)), dim=-1)
+        guess: Tensor = self.head(self.trunk(parts))
+        return guess
+
+
+class LatentActor(nn.Module):
+    """From command, observation and a privileged feature, known or guessed, to an action distribution."""
+
+    def __init__(
+        self,
+        observation_space: gym.Space[Any],
+        action_space: gym.Space[Any],
+        groups: Sequence[str],
+        num_features: int,
+        hidden_dims: Sequence[int],
+        activation: str,
+        head_options: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.encoder = ObservationEncoder(observation_space, groups)
+        widths = [self.encoder.num_features + num_features, *hidden_dims]
+        self.trunk = mlp(widths, activation)
+        self.action_head = ActionHead(widths[-1], action_space, **head_options)
+
+    def forward(self, obs: Observation, feature: Tensor) -> Distribution:
+        """Return the distribution for observations and features."""
+        distribution: Distribution = self.action_head(self.trunk(torch.cat((self.encoder(obs), feature), dim=-1)))
+        return distribution
+
+
+class _View(Policy):
+    """An actor, what gives it the latent, and the critic, as one policy; the modules are shared with the whole."""
+
+    def __init__(self, actor: nn.Module, latent: nn.Module, critic: nn.Module, normalizer: Any) -> None:
+        super().__init__()
+        self.actor, self.latent, self.critic = actor, latent, critic
+        self.normalizer = normalizer
+
+    def distribution(self, obs: Observation) -> Distribution:
+        """Return the action distribution for observations."""
+        return self._distribution(self.normalized(obs))
+
+    def _distribution(self, obs: Observation) -> Distribution:
+        distribution: Distribution = self.actor(obs, self.latent(obs))
+        return distribution
+
+    def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
+        """Act without the critic."""
+        distribution = self.distribution(carry[OBSERVATION])
+        action = distribution.mode if deterministic else distribution.sample()
+        return {ACTION: action, SAMPLE_LOG_PROB: distribution.log_prob(action)}
+
+    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
+        """Return action, log-probability and value; the value needs the privileged groups."""
+        obs = self.normalized(obs)
+        distribution = self._distribution(obs)
+        action = distribution.mode if deterministic else distribution.sample()
+        return PolicyOutput(action, distribution.log_prob(action), self.critic(obs))
+
+    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy of stored actions."""
+        distribution = self.distribution(obs)
+        return distribution.log_prob(action), distribution.entropy()
+
+    def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
+        """Evaluate stored actions, normalising the observations once."""
+        obs = self.normalized(batch[OBSERVATION])
+        distribution = self._distribution(obs)
+        return Evaluation(distribution.log_prob(batch[ACTION]), distribution.entropy(), self.critic(obs))
+
+    def get_value(self, obs: Observation) -> Tensor:
+        """Return the value of states, which needs the privileged groups."""
+        value: Tensor = self.critic(self.normalized(obs))
+        return value
+
+
+class ROAPolicy(Policy):
+    """Teacher, student and critic over the observation groups ``policy``, ``command``, ``object`` and ``priv``.
+
+    The policy itself is the deployable student, ``adapt_ema`` and ``actor_adapt``, which never read ``priv``. The views
+    ``teacher`` and ``student`` are policies that share its networks. A task may lack ``command`` and ``object``.
+
+    Args:
+        observation_space: a Dict of one environment.
+        action_space: of one environment.
+        critic_class: called as ``critic_class(observation_space, **critic_cfg)``.
+        critic_cfg: options of the critic.
+        history: frames stacked in the group ``policy``, oldest first.
+        history_kind: how the adaptation module reads them: mlp, conv or gru.
+        num_features: width of the privileged feature.
+        hidden_dims: widths of both actors' hidden layers.
+        encoder_dims: widths of the privileged encoder's hidden layers.
+        adapt_dims: widths of the adaptation module's hidden layers.
+        activation: between the layers.
+        head_options: options of the action heads, such as ``init_std``.
+        normalize_obs: keep running statistics of the observations and normalise with them.
+    """
+
+    def __init__(
+        self,
+        observation_space: gym.Space[Any],
+        action_space: gym.Space[Any],
+        *,
+        critic_class: type[nn.Module] = MLPCritic,
+        critic_cfg: Mapping[str, Any] | None = None,
+        history: int = 1,
+        history_kind: HistoryKind = "mlp",
+        num_features: int = 8,
+        hidden_dims: Sequence[int] = (64, 64),
+        encoder_dims: Sequence[int] = (64,),
+        adapt_dims: Sequence[int] = (128, 64),
+        activation: str = "elu",
+        head_options: Mapping[str, Any] | None = None,
+        normalize_obs: bool = False,
+    ) -> None:
+        super().__init__()
+        groups = list(observation_space.spaces) if isinstance(observation_space, gym.spaces.Dict) else []
+        if not isinstance(observation_space, gym.spaces.Dict) or not {OBS_KEY, OBS_PRIV_KEY} <= set(groups):
+            raise ConfigError(
+                f"ROA needs a Dict observation with the groups '{OBS_KEY}' and '{OBS_PRIV_KEY}', and, where the task "
+                f"has them, '{CMD_KEY}' and '{OBJECT_KEY}'; this one's groups are {groups}."
+            )
+        command, thing = ([name] if name in groups else [] for name in (CMD_KEY, OBJECT_KEY))
+        self.history = history
+        self.encoder_priv = FeatureEncoder(
+            observation_space, [OBS_PRIV_KEY, *thing], encoder_dims, num_features, activation
+        )
+        self.actor, self.actor_adapt = (
+            LatentActor(
+                observation_space,
+                action_space,
+                [*command, OBS_KEY],
+                num_features,
+                hidden_dims,
+                activation,
+                head_options or {},
+            )
+            for _ in range(2)
+        )
+        self.adapt_module = AdaptationModule(
+            observation_space,
+            history=history,
+            kind=history_kind,
+            groups=[*command, *thing],
+            hidden_dims=adapt_dims,
+            num_features=num_features,
+            activation=activation,
+        )
+        self.adapt_ema = copy.deepcopy(self.adapt_module).requires_grad_(False)
+        self.critic = critic_class(observation_space, **{"activation": activation, **(critic_cfg or {})})
+        self.normalizer = ObservationNormalizer(observation_space) if normalize_obs else None
+        # In a tuple, where PyTorch does not look: the views own nothing.
+        self._views = (
+            _View(self.actor, self.encoder_priv, self.critic, self.normalizer),
+            _View(self.actor_adapt, self.adapt_ema, self.critic, self.normalizer),
+        )
+
+    @property
+    def teacher(self) -> Policy:
+        """``encoder_priv``, ``actor`` and ``critic`` as a policy."""
+        return self._views[0]
+
+    @property
+    def student(self) -> Policy:
+        """``adapt_ema``, ``actor_adapt`` and ``critic`` as a policy; acting needs no privileged group."""
+        return self._views[1]
+
+    def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
+        """Act as the student."""
+        return self.student.act(carry, deterministic)
+
+    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
+        """Return the student's action, its log-probability, and the value."""
+        return self.student(obs, deterministic=deterministic)
+
+    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy of stored actions under the student."""
+        return self.student.evaluate_actions(obs, action)
+
+    def get_value(self, obs: Observation) -> Tensor:
+        """Return the value of states, which needs the privileged groups."""
+        return self.student.get_value(obs)
