@@ -61,9 +61,10 @@ class FlatAdam:
             "mean": torch.zeros_like(self.flat),
             "square": torch.zeros_like(self.flat),
             # β₁ᵗ and β₂ᵗ, kept because a compiled step would compute the powers again for every few parameters; in
-            # float64, because 1 − β₂ᵗ is a small difference at the first steps.
-            "mean_decay": torch.ones((), device=self.flat.device, dtype=torch.float64),
-            "square_decay": torch.ones((), device=self.flat.device, dtype=torch.float64),
+            # float64, because 1 − β₂ᵗ is a small difference at the first steps; not 0-d, because torch.compile loses
+            # in-place changes of 0-d float64 tensors on the CPU.
+            "mean_decay": torch.ones(1, device=self.flat.device, dtype=torch.float64),
+            "square_decay": torch.ones(1, device=self.flat.device, dtype=torch.float64),
         }
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:

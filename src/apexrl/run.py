@@ -9,7 +9,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import yaml
 from apexrl.agent import Trainer, checkpoint
 from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig
 from apexrl.algorithms.base import find_device
-from apexrl.collectors import SyncCollector
+from apexrl.collectors import AsyncCollector, BaseCollector, SyncCollector
 from apexrl.config import Config, PolicyConfig, make_config, parse_yaml, with_overrides
 from apexrl.envs import VecEnv, make_env
 from apexrl.errors import ApexRLError, CheckpointError, ConfigError, RunDirError
@@ -159,9 +159,25 @@ def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = ()) 
     features = config.features
     acceleration = Acceleration(graphs=features.graphs, compile=features.compile, precision=features.precision)
     acceleration.apply()
+    in_background = config.training.collector == "async"
+    if in_background:
+        # A graph must not be captured while another thread uses the device.
+        acceleration = replace(acceleration, graphs=False)
     algorithm: BaseAlgorithm = make(policy=policy, cfg=config.algo, acceleration=acceleration)
-    keep, seed = algorithm.required_keys, config.training.seed
-    collector = SyncCollector(env, policy, keep=keep, seed=seed, acceleration=acceleration)
+    acting, keep, seed = algorithm.rollout_policy, algorithm.required_keys, config.training.seed
+    collector: BaseCollector
+    if in_background:
+        collector = AsyncCollector(
+            env,
+            acting,
+            keep=keep,
+            seed=seed,
+            max_staleness=config.training.max_staleness,
+            step_timeout=config.training.step_timeout,
+            acceleration=acceleration,
+        )
+    else:
+        collector = SyncCollector(env, acting, keep=keep, seed=seed, acceleration=acceleration)
     return Trainer(
         env,
         policy,

@@ -255,6 +255,5 @@ def test_an_exception_in_the_background_reaches_the_caller() -> None:
     env = GymVecEnv([BrokenEnv])
     collector = AsyncCollector(env, ActorCritic.for_env(env))
     with pytest.raises(Exception, match="the simulator broke"):
-        for _ in range(3):
-            collector.collect(8)
+        collector.collect(16)
     collector.close()

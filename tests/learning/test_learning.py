@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -14,7 +15,7 @@ from apexrl import PPO, ActorCritic, GymVecEnv, Policy, PPOConfig, RecurrentActo
 from apexrl.agent import TrainingConfig
 from apexrl.config import load_config
 from apexrl.evaluation import EvaluationResult
-from apexrl.run import make_policy
+from apexrl.run import make_policy, make_trainer
 
 pytestmark = pytest.mark.learning
 FAST = PPOConfig(num_steps=16, num_epochs=4, num_minibatches=4, learning_rate=3e-3, gamma=0.5, entropy_coef=0.01)
@@ -91,6 +92,7 @@ def train_preset(name: str, seed: int) -> EvaluationResult:
         return make_policy(config.policy, env, torch.device("cpu"))
 
     env = make_env(config.task.id, config.task.num_envs)
+    assert isinstance(config.algo, PPOConfig)
     return train(env, policy_for, config.algo, config.training.total_timesteps, seed)
 
 
@@ -103,6 +105,7 @@ def test_cartpole_reaches_475_within_100_000_steps(seed: int) -> None:
 @pytest.mark.parametrize(("distribution", "seed"), [("gaussian", 0), ("squashed_gaussian", 1)])
 def test_pendulum_swings_up(distribution: str, seed: int) -> None:
     cfg = load_config("pendulum_ppo").algo
+    assert isinstance(cfg, PPOConfig)
     result = train(
         make_env("pendulum", 64),
         lambda env: ActorCritic.for_env(env, actor_cfg={"distribution": distribution}),
@@ -116,3 +119,17 @@ def test_pendulum_swings_up(distribution: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_lift_with_the_preset(seed: int) -> None:
     assert train_preset("lift_ppo", seed).mean("success_once") >= 0.95
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_sac_swings_pendulum_v1_up_within_6_000_steps(seed: int, tmp_path: Path) -> None:
+    """The preset as it is; compiled, which computes the same in less time."""
+    overrides = {"training.seed": str(seed), "training.eval_interval": "0", "features.compile": "true"}
+    config = load_config("pendulum_sac", overrides.items())
+    assert (config.task.id, config.training.total_timesteps) == ("Pendulum-v1", 6_000)
+    trainer = make_trainer(config, tmp_path)
+    trainer.learn()
+    assert trainer.total_steps == 6_000
+    result = trainer.evaluate(20)
+    trainer.close()
+    assert result.mean("return") >= -200

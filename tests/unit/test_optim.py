@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -89,3 +90,34 @@ def test_the_learning_rate_tensor_is_what_adam_uses() -> None:
     before = optimizer.flat.detach().clone()
     flat_step(module, optimizer, torch.ones(2, 3))
     assert torch.equal(optimizer.flat, before)
+
+
+def test_a_compiled_step_equals_an_eager_one_in_weights_and_state() -> None:
+    modules = network(), network()
+    eager, compiled = (FlatAdam(m.named_parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0) for m in modules)
+
+    def step(gradient: torch.Tensor) -> None:
+        with torch.no_grad():
+            compiled.step(gradient, gradient.norm(), torch.zeros(()))
+
+    run = torch.compile(step, dynamic=False)
+    for seed in range(4):
+        gradient = torch.randn(len(eager.flat), generator=torch.Generator().manual_seed(seed))
+        eager.step(gradient, gradient.norm(), torch.zeros(()))
+        run(gradient)
+    torch.testing.assert_close(compiled.flat, eager.flat)
+    for name, value in eager.state.items():
+        torch.testing.assert_close(compiled.state[name], value, msg=name)
+
+
+def test_parameters_that_are_clipped_apart() -> None:
+    module = network()
+    optimizer = FlatAdam(module.named_parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0, apart="2.")
+    views = optimizer.views(torch.arange(len(optimizer.flat), dtype=torch.float32))
+    assert list(views)[-2:] == ["2.weight", "2.bias"]
+    gradient = torch.ones(len(optimizer.flat))
+    optimizer.step(gradient, gradient.norm(), torch.zeros(()))
+    gradients = optimizer.views(optimizer.gradient)
+    for part in ("0.", "2."):
+        flat = torch.cat([value.flatten() for name, value in gradients.items() if name.startswith(part)])
+        assert float(flat.norm()) == pytest.approx(1.0, abs=1e-5)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tensordict import TensorDict
 from torch import Tensor
@@ -45,6 +45,13 @@ class TrainingConfig:
     """Of the policy and the tasks that ship: auto, cpu, cuda, cuda:1. Read by ``apexrl train``, not by Trainer."""
     num_threads: int = 1
     """CPU threads of PyTorch; 0 leaves its default, 1 suits small nets. Read by ``apexrl train``, not by Trainer."""
+    collector: Literal["sync", "async"] = "sync"
+    """sync: collect, then learn; async: collect in a thread while learning, for simulators in worker processes. Read by
+    ``apexrl train``, not by Trainer."""
+    max_staleness: int = 1
+    """How many updates old the weights may be that collected a rollout; only for async."""
+    step_timeout: float = 60.0
+    """Seconds after which an environment step counts as hanging; only for async."""
     save_interval: int = 50
     """Iterations between checkpoints; 0 saves only at the end."""
     keep_checkpoints: int = 3
@@ -63,10 +70,13 @@ class TrainingConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"training.{name} must be at least 1, got {getattr(self, name)}.")
         for name in (
-            "seed", "num_threads", "save_interval", "keep_checkpoints", "eval_interval", "final_eval_episodes"
+            "seed", "num_threads", "max_staleness", "save_interval", "keep_checkpoints", "eval_interval",
+            "final_eval_episodes",
         ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ConfigError(f"training.{name} must not be negative, got {getattr(self, name)}.")
+        if self.step_timeout <= 0:
+            raise ConfigError(f"training.step_timeout must be positive, got {self.step_timeout}.")
         for name, most in (("seed", 2**31), ("num_threads", 1024)):
             if getattr(self, name) > most:
                 raise ConfigError(f"training.{name} must be at most {most}, got {getattr(self, name)}.")

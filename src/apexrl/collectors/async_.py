@@ -144,6 +144,15 @@ class AsyncCollector(BaseCollector):
         finally:
             self._thread.release()
 
+    def follow(self, policy: Policy) -> None:
+        """Act with this policy from the next rollout on; what was collected ahead with the old one is dropped."""
+        if policy is not self.policy:
+            with self.quiet():
+                self._drop_all(new_episodes=False)
+                self.policy = policy
+                self._inner.follow(copy.deepcopy(policy).eval())
+                self._thread.watch()
+
     def restart(self, seed: int) -> None:
         """Forget what was collected ahead; the next call of ``collect`` starts new episodes from a seed."""
         self._drop_all(new_episodes=True)
@@ -209,7 +218,7 @@ class _CollectingThread:
     def __init__(self, collector: SyncCollector, max_staleness: int, queue_size: int, step_timeout: float) -> None:
         self.collector = collector
         self.max_staleness, self.queue_size, self.step_timeout = max_staleness, queue_size, step_timeout
-        collector.actor = self._watched(collector.actor)
+        self.watch()
         self.changed = threading.Condition()
         self.ready: deque[_Rollout] = deque()
         self.n_steps: int | None = None
@@ -385,8 +394,9 @@ class _CollectingThread:
         batch[POLICY_VERSION] = torch.full((*batch.shape, 1), version, dtype=torch.long, device=batch.device)
         return _Rollout(version, batch, outcomes)
 
-    def _watched(self, actor: Actor) -> Actor:
-        """Let an actor notice the end of every step, and leave the rollout when the thread is to stop."""
+    def watch(self) -> None:
+        """Let the collector's actor notice the end of every step, and leave the rollout when the thread is to stop."""
+        actor: Actor = self.collector.actor
 
         def act(carry: Carry) -> dict[str, Tensor]:
             self.last_sign_of_life = time.monotonic()
@@ -394,4 +404,4 @@ class _CollectingThread:
                 raise _StopError
             return actor(carry)
 
-        return act
+        self.collector.actor = act

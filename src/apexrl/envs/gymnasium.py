@@ -240,7 +240,9 @@ def _describe(verb: str, error: Exception) -> str:
 def find_gym_id(env_id: str) -> str | None:
     """Return the id by which ``gymnasium.make`` finds it in any process; None when it is unknown."""
     if env_id in gym.registry:
-        return env_id
+        # Imported here already; a worker process has yet to do it.
+        robotics = str(gym.registry[env_id].entry_point).startswith("gymnasium_robotics.")
+        return f"gymnasium_robotics:{env_id}" if robotics else env_id
     module, _, name = env_id.rpartition(":")
     for package in [module] if module else ["gymnasium_robotics"]:
         try:

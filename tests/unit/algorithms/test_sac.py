@@ -61,12 +61,12 @@ def updated(num_updates: int = 2, **options: Any) -> Tensor:
     return weights(algorithm)
 
 
-def make_constant(critics: QEnsemble, values: list[float]) -> None:
+def make_constant(critics: Any, values: list[float]) -> None:
     """Let critic k value everything at ``values[k]``."""
     with torch.no_grad():
         for parameter in critics.parameters():
             parameter.zero_()
-        critics.layers[-1].bias.copy_(torch.tensor(values).view(-1, 1, 1))  # type: ignore[operator,union-attr]
+        critics.layers[-1].bias.copy_(torch.tensor(values).view(-1, 1, 1))
 
 
 def seen_targets(algorithm: SAC, monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], Tensor]]:
@@ -123,9 +123,10 @@ def test_truncated_steps_bootstrap_from_their_true_successor_and_terminated_ones
     env = ScriptedEnv([3, 3], [True, False])
     algorithm = make_sac(env, hidden_dims=(), gamma=0.5, temperature=1e-30, batch_size=64, utd_ratio=0.125)
     algorithm.policy.normalizer = None
-    make_constant(algorithm.policy.target_critics, [0.0, 0.0])
+    target_critics: Any = algorithm.policy.target_critics
+    make_constant(target_critics, [0.0, 0.0])
     with torch.no_grad():
-        algorithm.policy.target_critics.layers[0].weight[:, 0] = 1.0  # type: ignore[index,union-attr]
+        target_critics.layers[0].weight[:, 0] = 1.0
     collector = SyncCollector(env, algorithm.policy, keep=SAC.required_keys, seed=0)
     seen = seen_targets(algorithm, monkeypatch)
     run(algorithm, collector)
@@ -263,10 +264,11 @@ def test_critics_are_independent() -> None:
 def test_layer_normalisation_comes_before_the_activation() -> None:
     torch.manual_seed(0)
     critics = QEnsemble(gym.spaces.Box(-1, 1, (3,)), 2, hidden_dims=(8,), activation="tanh", layer_norm=True)
-    first, norm, _, last = critics.layers
+    layers: Any = critics.layers
+    first, norm, _, last = layers
     with torch.no_grad():
-        norm.weight.normal_()  # type: ignore[operator,union-attr]
-        norm.bias.normal_()  # type: ignore[operator,union-attr]
+        norm.weight.normal_()
+        norm.bias.normal_()
     obs, action = torch.randn(5, 3), torch.randn(5, 2)
     values = critics(obs, action)
     for k in range(2):
@@ -280,11 +282,11 @@ def test_layer_normalisation_comes_before_the_activation() -> None:
 
 def test_dropout_drops_its_share_in_training_only() -> None:
     # 4,096 hidden units of 1, whose mean is the value: those that stay count 1 / (1 - 0.25).
-    critics = QEnsemble(gym.spaces.Box(-1, 1, (3,)), 2, hidden_dims=(4096,), dropout=0.25)
+    critics: Any = QEnsemble(gym.spaces.Box(-1, 1, (3,)), 2, hidden_dims=(4096,), dropout=0.25)
     make_constant(critics, [0.0, 0.0])
     with torch.no_grad():
-        critics.layers[0].bias.fill_(1.0)  # type: ignore[operator,union-attr]
-        critics.layers[-1].weight.fill_(1 / 4096)  # type: ignore[operator,union-attr]
+        critics.layers[0].bias.fill_(1.0)
+        critics.layers[-1].weight.fill_(1 / 4096)
     obs, action = torch.zeros(6, 3), torch.zeros(6, 2)
     torch.manual_seed(0)
     training = critics.train()(obs, action)
@@ -390,6 +392,18 @@ def test_targets_of_several_steps_reach_the_update(monkeypatch: pytest.MonkeyPat
     assert set(seen[-1][0]["discount"].flatten().tolist()) == {0.5, 0.25, 0.125}
 
 
+def test_a_rollout_that_begins_with_a_reset_does_not_follow_the_one_before() -> None:
+    # Document 003 collects with reset=True: every rollout runs from state 0 to state 4 and leads to no other.
+    env = ScriptedEnv([100], [True])
+    algorithm = make_sac(env)
+    collector = SyncCollector(env, algorithm.policy, keep=SAC.required_keys, seed=0)
+    for _ in range(2):
+        algorithm.update(collector.collect(4, reset=True))
+    sample = algorithm.replay.sample(200)
+    pairs = zip(sample["observation"][:, 0].tolist(), sample["next_observation"][:, 0].tolist(), strict=True)
+    assert set(pairs) == {(0, 1), (1, 2), (2, 3), (3, 4)}
+
+
 def test_errors_become_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm, collector = setup(priority_exponent=1.0, utd_ratio=0.125, batch_size=64)
     drawn: list[tuple[Tensor, Tensor]] = []
@@ -468,7 +482,7 @@ def test_only_the_linear_rate_falls_with_progress(schedule: str, expected: float
 
 @pytest.mark.filterwarnings("ignore:.*")
 def test_compiled_updates_equal_eager_ones() -> None:
-    options: dict[str, Any] = {"utd_ratio": 0.5, "dropout": 0.1, "layer_norm": True}
+    options: dict[str, Any] = {"utd_ratio": 0.5, "dropout": 0.1}
     eager = updated(5, **options)
     compiled = updated(5, acceleration=Acceleration(compile=True), **options)
     assert (eager - updated(1, **options)).abs().max() > 1e-3
@@ -557,7 +571,8 @@ def test_a_missing_key_is_named() -> None:
 def test_it_is_made_from_a_policy_or_from_an_environment() -> None:
     env = make_env("pendulum", 2)
     algorithm = SAC(env, SACConfig(num_critics=3), critic_cfg={"hidden_dims": [7]}, device="cpu")
-    assert algorithm.policy.critics.layers[0].weight.shape == (3, 4, 7)  # type: ignore[union-attr]
+    critics: Any = algorithm.policy.critics
+    assert critics.layers[0].weight.shape == (3, 4, 7)
     with pytest.raises(ConfigError, match="either a policy"):
         SAC(env, policy=algorithm.policy)
     with pytest.raises(ConfigError, match="either a policy"):

@@ -137,10 +137,10 @@ class Payload(TensorTask):
             fixed=fixed,
             change_to=change_to,
         )
+        given, given_at_change = _given_values("fixed", fixed), _given_values("change_to", change_to)
         changed = _changed_parameters(change)
-        _check_change(change_step, max_episode_steps, changed, change_to or {})
-        given = _given_values("fixed", fixed or {})
-        given_later = {**given, **_given_values("change_to", change_to or {})}
+        _check_change(change_step, max_episode_steps, changed, given_at_change)
+        given_later = given | given_at_change
         # NaN where a value is drawn.
         self._given = torch.tensor([given.get(name, math.nan) for name in PARAMETERS], device=self.device)
         self._given_later = torch.tensor([given_later.get(name, math.nan) for name in PARAMETERS], device=self.device)
@@ -273,7 +273,9 @@ def _changed_parameters(change: Any) -> tuple[str, ...]:
     return (change,)
 
 
-def _check_change(change_step: Any, max_episode_steps: int, changed: tuple[str, ...], change_to: Any) -> None:
+def _check_change(
+    change_step: Any, max_episode_steps: int, changed: tuple[str, ...], change_to: Mapping[str, float]
+) -> None:
     if not isinstance(change_step, int | np.integer):
         raise ConfigError(f"Payload.change_step must be a whole number, got {change_step!r}.")
     if not 0 <= change_step < max_episode_steps:
@@ -282,7 +284,7 @@ def _check_change(change_step: Any, max_episode_steps: int, changed: tuple[str, 
         )
     if change_to and not change_step:
         raise ConfigError("Payload.change_to needs Payload.change_step above 0, the step at which the physics change.")
-    if unchanged := [name for name in change_to if name in PARAMETERS and name not in changed]:
+    if unchanged := [name for name in change_to if name not in changed]:
         raise ConfigError(
             f"Payload.change_to names {unchanged}, but Payload.change has only {', '.join(changed)} change."
         )
@@ -290,6 +292,8 @@ def _check_change(change_step: Any, max_episode_steps: int, changed: tuple[str, 
 
 def _given_values(option: str, values: Any) -> dict[str, float]:
     """Check the values that the user gives to parameters."""
+    if values is None:
+        return {}
     if not isinstance(values, Mapping):
         raise ConfigError(f"Payload.{option} must map parameters to values, such as {{gain: 0.5}}, got {values!r}.")
     for name, value in values.items():

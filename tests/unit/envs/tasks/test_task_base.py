@@ -28,7 +28,7 @@ def random_action(task: TensorTask, generator: torch.Generator) -> Tensor:
 def groups(obs: Observation | None) -> dict[str, Tensor]:
     """The tensors of an observation by group; one without groups is called ``all``."""
     assert obs is not None
-    return {"all": obs} if isinstance(obs, Tensor) else dict(obs.items())
+    return {"all": obs} if isinstance(obs, Tensor) else obs.to_dict()
 
 
 def spaces(task: TensorTask) -> dict[str, Any]:

@@ -21,7 +21,8 @@ EVEN = {"mass": 3.0, "friction": 0.2, "drag": 2.0, "gain": 0.5, "latency": 0}
 
 def section(task: Payload, name: str) -> Tensor:
     """A view of one part of the state."""
-    return task.state.split(SECTION_SIZES, 1)[list(SECTIONS).index(name)]
+    parts: tuple[Tensor, ...] = task.state.split(SECTION_SIZES, 1)
+    return parts[list(SECTIONS).index(name)]
 
 
 def group(obs: Observation | None, name: str) -> Tensor:
@@ -33,7 +34,7 @@ def group(obs: Observation | None, name: str) -> Tensor:
 
 def frames(obs: Observation | None) -> Tensor:
     """The history ``[N, 24, 4]``."""
-    return group(obs, OBS_KEY).unflatten(1, (24, 4))
+    return group(obs, OBS_KEY).view(-1, 24, 4)
 
 
 def at_rest(velocity: tuple[float, float] = (0.0, 0.0), **parameters: float) -> Payload:
@@ -56,8 +57,9 @@ def informed_action(task: Payload) -> Tensor:
     push, slowing = 0.05 * 30 * gain / mass, 1 + 0.05 * drag / mass
 
     def coast(velocity: Tensor, action: Tensor) -> Tensor:
-        velocity = (velocity + push * action) / slowing
-        return velocity * (1 - 0.05 * friction / velocity.norm(dim=1, keepdim=True)).clamp_min(0.0)
+        after: Tensor = (velocity + push * action) / slowing
+        after *= (1 - 0.05 * friction / after.norm(dim=1, keepdim=True)).clamp_min(0.0)
+        return after
 
     now, history = section(task, "velocity"), section(task, "frames")
     last, before = history[:, -2:], history[:, -6:-4]
@@ -65,7 +67,8 @@ def informed_action(task: Payload) -> Tensor:
     velocity = torch.where(latency == 0, now, later)
     command = section(task, "command")
     wanted = command * (1 + 0.05 * friction / command.norm(dim=1, keepdim=True))
-    return ((wanted * slowing - velocity) / push).clamp(-1, 1)
+    action: Tensor = ((wanted * slowing - velocity) / push).clamp(-1, 1)
+    return action
 
 
 # Physics and reward
@@ -88,7 +91,7 @@ def test_three_steps_by_hand(latency: int) -> None:
         assert step.metric["tracking_reward"].item() == pytest.approx(tracking, rel=1e-5)
         assert step.metric["smoothness_reward"].item() == pytest.approx(smoothness, rel=1e-5)
         assert step.reward.item() == pytest.approx(tracking + smoothness, rel=1e-5)
-        assert step.metric["tracking_error"].item() == pytest.approx(abs(speed - 0.3), rel=1e-5)
+        assert step.metric["tracking_error"].item() == pytest.approx(abs(speed - 0.3), abs=1e-6)
         last = action
 
 
@@ -234,7 +237,8 @@ def test_the_groups_and_their_sizes() -> None:
     shapes = {name: part.shape for name, part in space.spaces.items()}
     assert shapes == {OBS_KEY: (96,), CMD_KEY: (2,), OBJECT_KEY: (1,), OBS_PRIV_KEY: (5,)}
     obs = task.reset(0)
-    assert {name: group(obs, name).shape[1:] for name in obs.keys()} == shapes  # type: ignore[union-attr]
+    assert isinstance(obs, TensorDict)
+    assert {name: x.shape[1:] for name, x in obs.to_dict().items()} == shapes
     torch.testing.assert_close(group(obs, OBJECT_KEY), section(task, "size") - 1)
 
 
@@ -302,7 +306,12 @@ def test_episodes_end_by_the_time_limit_only() -> None:
 
 
 def test_options_keep_the_rules_too() -> None:
-    options = {"change_step": 5, "max_episode_steps": 20, "fixed": {"drag": 1.0}, "change_to": {"gain": 0.5}}
+    options: dict[str, Any] = {
+        "change_step": 5,
+        "max_episode_steps": 20,
+        "fixed": {"drag": 1.0},
+        "change_to": {"gain": 0.5},
+    }
     env = make_env("payload", 3, **options)
     assert isinstance(env, Payload)
     assert check_env(env, num_steps=60) == []
