@@ -1,6 +1,7 @@
 """Teacher and student on ``payload``, against what has no teacher; five seeds, the same episodes for all.
 
-    python benchmarks/roa.py [--seeds 0,1,2,3,4] [--draw docs/images/roa.png]
+    python benchmarks/roa.py [--seeds 0,1,2,3,4]
+    python benchmarks/roa.py --draw docs/images/roa.png    shows and draws what was measured last
 
 The preset ``payload_roa``. Scores are the mean reward a step over 1,024 episodes of 200 steps, deterministic. At equal
 environment steps: memoryless PPO (the newest frame), PPO on the stacked history (what the student sees), and the
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import time
 import warnings
 from dataclasses import fields
@@ -22,7 +24,6 @@ import gymnasium as gym
 import numpy as np
 import report
 import torch
-from scipy import stats
 from torch import Tensor, nn
 
 from apexrl import PPO, PPOROA, ActorCritic, PPOConfig, PPOROAConfig, ROAPolicy, SyncCollector, Trainer, make_env
@@ -147,12 +148,12 @@ def one_seed(config: Config, seed: int) -> tuple[dict[str, Any], dict[str, list[
     row: dict[str, Any] = {"seed": seed, "seconds": time.perf_counter() - started}
     curves: dict[str, list[float]] = {}
     for name, contender in contenders.items():
-        curves[name] = rewards(contender).tolist()
+        curves[name] = rounded(rewards(contender))
         row[name] = float(np.mean(curves[name]))
     for what in ("mass", "gain"):
         for name in ("teacher", "student", "memoryless PPO"):
             changed = rewards(contenders[name], change_step=CHANGE, change=what)
-            curves[f"{name}, {what} changes"] = changed.tolist()
+            curves[f"{name}, {what} changes"] = rounded(changed)
             row[f"{name}, {what}: back"] = float(changed[CHANGE + 50 : CHANGE + 75].mean()) - float(
                 np.mean(curves[name][CHANGE + 50 : CHANGE + 75])
             )
@@ -170,14 +171,23 @@ def latents(policy: ROAPolicy) -> dict[str, Any]:
     batch, _ = rollout(env, make_actor(policy, DEVICE, deterministic=True), carry, LENGTH, keep={OBSERVATION})
     with torch.no_grad():
         obs = policy.normalized(batch[OBSERVATION].reshape(-1))
-        return {"true": policy.encoder_priv(obs).tolist(), "guess": policy.adapt_ema(obs).tolist()}
+        return {"true": rounded(policy.encoder_priv(obs)), "guess": rounded(policy.adapt_ema(obs))}
+
+
+def rounded(values: Tensor) -> list[Any]:
+    numbers: list[Any] = (values.double() * 1e4).round().div(1e4).tolist()
+    return numbers
 
 
 def interval(values: Any) -> float:
     """Half of the 95 % confidence interval of the mean over seeds."""
-    if len(values) < 2:
-        return float("nan")
-    return float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5)
+    from scipy import stats
+
+    return (
+        float("nan")
+        if len(values) < 2
+        else float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5)
+    )
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -238,8 +248,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--steps", type=int, help="environment steps; those of the preset when not given")
-    parser.add_argument("--draw", type=Path, help="also draw into this file")
+    parser.add_argument("--draw", type=Path, help="show and draw into this file what was measured last")
     options = parser.parse_args()
+    if options.draw:
+        record = json.loads((Path(__file__).parent / "roa.json").read_text())
+        show(record["rows"])
+        draw(record["curves"], record["latent"], options.draw)
+        return
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     overrides = [("training.total_timesteps", str(options.steps))] if options.steps else []
@@ -251,11 +266,9 @@ def main() -> None:
         rows.append(row)
         curves.append(curve)
         print(f"seed {seed}: {row['seconds']:.0f} s, student {row['student']:.3f} of {row['teacher']:.3f}", flush=True)
+    content = {"task": "payload", "config": config.to_dict(), "rows": rows, "curves": curves, "latent": latent}
+    print(f"wrote {report.write('roa', content)}")
     show(rows)
-    print(f"wrote {report.write('roa', {'task': 'payload', 'config': config.to_dict(), 'rows': rows})}")
-    if options.draw:
-        draw(curves, latent, options.draw)
-        print(f"drew {options.draw}")
 
 
 if __name__ == "__main__":
