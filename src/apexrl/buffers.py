@@ -115,7 +115,7 @@ class ReplayBuffer:
                 "raise it or collect fewer steps at a time."
             )
         storage = self._storage or self._allocate_like(batch)
-        self._cut_before(_observation_columns(batch[OBSERVATION][:1]))
+        self._cut_before(_observation_columns(batch[OBSERVATION][0].to(self.device)))
         for name, value in _observation_columns(batch[OBSERVATION]).items():
             storage.write(name, self._cursor, value)
         tail, successor = (self._cursor + T) % storage.num_rows, _observation_columns(batch[NEXT_OBSERVATION])
@@ -273,14 +273,14 @@ class ReplayBuffer:
             return
         storage = self._filled_storage()
         successor = {name: storage.rows[name][self._cursor] for name in storage.finals}
-        if any(first[name].shape[1:] != value.shape for name, value in successor.items()):
+        if any(first[name].shape != value.shape for name, value in successor.items()):
             return  # which writing it will refuse
-        if self.device.type == "cpu" and all(torch.equal(successor[name], first[name][0]) for name in successor):
+        if self.device.type == "cpu" and all(torch.equal(successor[name], first[name]) for name in successor):
             return  # as always, but for a device it would have to wait to know
         ending = storage.rows[ENDING][self._cursor - 1]
         differs = torch.zeros_like(ending, dtype=torch.bool)
         for name, value in successor.items():
-            differs |= (value != first[name][0].to(self.device)).reshape(len(differs), -1).any(1)
+            differs |= (value != first[name]).reshape(len(differs), -1).any(1)
         cut = differs & (ending == GOES_ON)
         number = storage.keep_finals(cut, successor)
         ending.copy_(torch.where(cut, number, ending))

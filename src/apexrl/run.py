@@ -30,6 +30,7 @@ from apexrl.policies import Policy
 
 # What may change when a run goes on: how long, how often, and where to; not what is learned.
 RESUMABLE_SECTIONS = ("training", "logging", "features")
+FIXED_FIELDS = ("training.seed", "training.init_from")
 
 
 def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), *, name: str = "run") -> Trainer:
@@ -48,7 +49,7 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
     trainer = None
     try:
         _write_config(run_dir, config)
-        trainer = make_trainer(config, run_dir, loggers)
+        trainer = make_trainer(config, run_dir, loggers, init_from=config.training.init_from)
         trainer.loggers[:0] = file_loggers(config, run_dir)
     except BaseException:
         if trainer is not None:
@@ -91,7 +92,7 @@ def resume(run_dir: Path, overrides: Iterable[tuple[str, str]] = (), loggers: Se
     """
     config = resumed_config(run_dir, overrides)
     paths = checkpoint.numbered(run_dir / "checkpoints")
-    trainer = make_trainer(config, run_dir, loggers)
+    trainer = make_trainer(config, run_dir, loggers, init_from="" if paths else config.training.init_from)
     try:
         if paths:
             trainer.load_checkpoint(paths[-1].name)
@@ -118,11 +119,11 @@ def resumed_config(run_dir: Path, overrides: Iterable[tuple[str, str]] = ()) -> 
     before, after = make_config(stored), make_config(with_overrides(stored, overrides))
     for name, text in overrides:
         section, key, *_ = name.split(".")
-        is_fixed = section not in RESUMABLE_SECTIONS or name == "training.seed"
+        is_fixed = section not in RESUMABLE_SECTIONS or name in FIXED_FIELDS
         if is_fixed and getattr(getattr(before, section), key) != getattr(getattr(after, section), key):
             raise ConfigError(
                 f"'--{name} {text}' cannot change when a run is resumed; only {', '.join(RESUMABLE_SECTIONS)} can "
-                "(not training.seed). Leave it out, or start a new run."
+                f"(not {' and '.join(FIXED_FIELDS)}). Leave it out, or start a new run."
             )
     return after
 
@@ -147,14 +148,24 @@ def file_loggers(config: Config, run_dir: Path, purge_step: int | None = None) -
     return files
 
 
-def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = ()) -> Trainer:
-    """Make environment, policy, algorithm and trainer for a configuration; ``file_loggers`` are added apart."""
+def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), *, init_from: str = "") -> Trainer:
+    """Make environment, policy, algorithm and trainer for a configuration; ``file_loggers`` are added apart.
+
+    Args:
+        config: of the run.
+        run_dir: of the run.
+        loggers: where the numbers go.
+        init_from: a run directory or checkpoint with the first weights of the policy; empty draws them.
+    """
     device = prepare_device(config)
     torch.manual_seed(config.training.seed)
     random.seed(config.training.seed)
     np.random.seed(config.training.seed)
     env = make_task(config, device)
     policy = make_policy(config.policy, env, device, config.algo)
+    if init_from:
+        # Before the algorithm is made, which may copy weights from one network to another.
+        _start_from(policy, Path(init_from), env)
     make: Any = ALGORITHMS[config.algo.name][0]
     features = config.features
     acceleration = Acceleration(graphs=features.graphs, compile=features.compile, precision=features.precision)
@@ -210,9 +221,7 @@ class TrainedPolicy:
 
 def load_trained(source: Path) -> TrainedPolicy:
     """Load the newest checkpoint of a run directory, or one checkpoint file."""
-    if source.is_dir():
-        directory = source / "checkpoints" if (source / "checkpoints").is_dir() else source
-        source = checkpoint.latest(directory)
+    source = _newest_checkpoint(source)
     content = checkpoint.load(source)
     if not content["config"]:
         raise ConfigError(f"{source} holds no configuration: it was saved by a runner, not by 'apexrl train'.")
@@ -230,6 +239,23 @@ def load_trained(source: Path) -> TrainedPolicy:
     checkpoint.load_module(policy, content["policy"], source)
     policy.eval()
     return TrainedPolicy(config, policy, device, source)
+
+
+def _newest_checkpoint(source: Path) -> Path:
+    """Return the newest checkpoint of a run directory, or the checkpoint itself."""
+    if not source.is_dir():
+        return source
+    return checkpoint.latest(source / "checkpoints" if (source / "checkpoints").is_dir() else source)
+
+
+def _start_from(policy: Policy, source: Path, env: VecEnv) -> None:
+    """Give a policy the weights of a checkpoint."""
+    try:
+        path = _newest_checkpoint(source)
+        checkpoint.load_module(policy, checkpoint.load(path)["policy"], path)
+    except CheckpointError as error:
+        env.close()
+        raise CheckpointError(f"training.init_from: {error}") from error
 
 
 def make_task(config: Config, device: torch.device, num_envs: int | None = None) -> VecEnv:

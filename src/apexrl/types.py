@@ -32,6 +32,10 @@ OBS_PRIV_KEY = "priv"
 CMD_KEY = "command"
 OBJECT_KEY = "object"
 
+# What the actors of PPO-ROA are told, or guess, of the privileged group.
+PRIV_FEATURE_KEY = "priv_feature"
+PRIV_PRED_KEY = "priv_pred"
+
 Observation: TypeAlias = Tensor | TensorDict
 """What a policy sees: one tensor, or named groups of tensors."""
 

@@ -241,14 +241,18 @@ class PPO(BaseAlgorithm):
             self._batch.update_(batch)
             return
         if not same_shape:
-            self._compiled_for_batch = False
-            self._captured_epoch.forget()
-            self._captured_advantage.forget()
+            self._forget_batch()
         self._batch = batch.clone() if self._captured_epoch.enabled else batch
         self._batch[ADVANTAGE], self._batch[RETURN] = torch.empty_like(batch[VALUE]), torch.empty_like(batch[VALUE])
         read_by_loss = [OBSERVATION, ACTION, SAMPLE_LOG_PROB, VALUE, ADVANTAGE, RETURN, *memory]
         data = self._batch.select(*read_by_loss, *([DONE] if self.policy.sequential else []))
         self._data = dict((data if self.policy.sequential else data.reshape(-1)).items())
+
+    def _forget_batch(self) -> None:
+        """Drop what was captured or compiled for the memory and the shape of the batch before."""
+        self._compiled_for_batch = False
+        self._captured_epoch.forget()
+        self._captured_advantage.forget()
 
     @torch.no_grad()
     def _compute_advantage(self) -> None:

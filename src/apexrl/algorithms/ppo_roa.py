@@ -165,6 +165,11 @@ class PPOROA(PPO):
 
         In phase train the student imitates the teacher besides.
         """
+        if self.roa_cfg.adapt_minibatches > rollout.numel():
+            raise ConfigError(
+                f"algo.adapt_minibatches is {self.roa_cfg.adapt_minibatches}, but the rollout has {rollout.numel()} "
+                "samples; lower it."
+            )
         progress = self._adapt_progress
         progress.restart()
         self.policy.train()
@@ -176,7 +181,15 @@ class PPOROA(PPO):
             moved = (1.0 - tau) * self._average + tau * self.adapt_optimizer.flat
             self._average.copy_(torch.where(self._progress.nonfinite == 0, moved, self._average))
         means = progress.means()
-        return means if self._imitates else {"adapt_loss": means["adapt_loss"]}
+        if not self._imitates:
+            del means["imitation_loss"]
+        # Once more: the adaptation may be what was not finite.
+        return {**means, "nonfinite": self._progress.nonfinite.clone()}
+
+    def _forget_batch(self) -> None:
+        super()._forget_batch()
+        self._compiled_adapt = False
+        self._captured_adapt_epoch.forget()
 
     def _adapt_epoch(self, order: Tensor) -> None:
         obs = self._data[OBSERVATION][order]

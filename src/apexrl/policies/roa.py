@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import gymnasium as gym
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from apexrl.errors import ConfigError
 from apexrl.models import Distribution, MLPCritic, ObservationNormalizer
-from apexrl.models.actor import ActionHead
-from apexrl.models.encoder import ObservationEncoder, linear, mlp
+from apexrl.models.actor import ActionHead, choice_sizes
+from apexrl.models.encoder import ObservationEncoder, is_picture, linear, mlp
 from apexrl.policies.base import Policy
 from apexrl.types import (
     ACTION,
@@ -23,6 +23,8 @@ from apexrl.types import (
     OBS_KEY,
     OBS_PRIV_KEY,
     OBSERVATION,
+    PRIV_FEATURE_KEY,
+    PRIV_PRED_KEY,
     SAMPLE_LOG_PROB,
     Carry,
     Evaluation,
@@ -81,7 +83,14 @@ class AdaptationModule(nn.Module):
         activation: str,
     ) -> None:
         super().__init__()
-        size = gym.spaces.flatdim(observation_space[OBS_KEY])
+        space = observation_space[OBS_KEY]
+        if not isinstance(space, gym.spaces.Box) or is_picture(space) or not space.shape:
+            raise ConfigError(f"ROA needs a vector of stacked frames as observation group '{OBS_KEY}', got {space}.")
+        if kind not in get_args(HistoryKind):
+            raise ConfigError(f"policy.history_kind must be one of {list(get_args(HistoryKind))}, got '{kind}'.")
+        if history < 1:
+            raise ConfigError(f"policy.history must be at least 1, got {history}.")
+        size, self.num_dims = gym.spaces.flatdim(space), len(space.shape)
         if size % history:
             raise ConfigError(
                 f"policy.history is {history}, but the observation group '{OBS_KEY}' has {size} numbers, which is no "
@@ -110,7 +119,7 @@ class AdaptationModule(nn.Module):
 
     def forward(self, obs: Any) -> Tensor:
         """Return the guess ``[..., F]``."""
-        window = obs[OBS_KEY]
+        window = obs[OBS_KEY].flatten(-self.num_dims)
         leading = window.shape[:-1]
         if self.kind != "mlp":
             frames = window.reshape(-1, self.history, window.shape[-1] // self.history)
@@ -149,10 +158,13 @@ class LatentActor(nn.Module):
 class _View(Policy):
     """An actor, what gives it the latent, and the critic, as one policy; the modules are shared with the whole."""
 
-    def __init__(self, actor: nn.Module, latent: nn.Module, critic: nn.Module, normalizer: Any) -> None:
+    def __init__(
+        self, actor: nn.Module, latent: nn.Module, critic: nn.Module, normalizer: Any, latent_key: str
+    ) -> None:
         super().__init__()
         self.actor, self.latent, self.critic = actor, latent, critic
         self.normalizer = normalizer
+        self.latent_key = latent_key
 
     def distribution(self, obs: Observation) -> Distribution:
         """Return the action distribution for observations."""
@@ -163,10 +175,12 @@ class _View(Policy):
         return distribution
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
-        """Act without the critic."""
-        distribution = self.distribution(carry[OBSERVATION])
+        """Act without the critic; the latent comes along."""
+        obs = self.normalized(carry[OBSERVATION])
+        latent = self.latent(obs)
+        distribution: Distribution = self.actor(obs, latent)
         action = distribution.mode if deterministic else distribution.sample()
-        return {ACTION: action, SAMPLE_LOG_PROB: distribution.log_prob(action)}
+        return {ACTION: action, SAMPLE_LOG_PROB: distribution.log_prob(action), self.latent_key: latent}
 
     def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
         """Return action, log-probability and value; the value needs the privileged groups."""
@@ -238,6 +252,10 @@ class ROAPolicy(Policy):
                 f"ROA needs a Dict observation with the groups '{OBS_KEY}' and '{OBS_PRIV_KEY}', and, where the task "
                 f"has them, '{CMD_KEY}' and '{OBJECT_KEY}'; this one's groups are {groups}."
             )
+        if choice_sizes(action_space) is not None:
+            raise ConfigError(
+                f"ROA needs continuous actions (a Box), because the student imitates a mean; got {action_space}."
+            )
         command, thing = ([name] if name in groups else [] for name in (CMD_KEY, OBJECT_KEY))
         self.history = history
         self.encoder_priv = FeatureEncoder(
@@ -269,8 +287,8 @@ class ROAPolicy(Policy):
         self.normalizer = ObservationNormalizer(observation_space) if normalize_obs else None
         # In a tuple, where PyTorch does not look: the views own nothing.
         self._views = (
-            _View(self.actor, self.encoder_priv, self.critic, self.normalizer),
-            _View(self.actor_adapt, self.adapt_ema, self.critic, self.normalizer),
+            _View(self.actor, self.encoder_priv, self.critic, self.normalizer, PRIV_FEATURE_KEY),
+            _View(self.actor_adapt, self.adapt_ema, self.critic, self.normalizer, PRIV_PRED_KEY),
         )
 
     @property
