@@ -1,4 +1,4 @@
-"""The command line: train, eval, play, plot, list, check-env, bench."""
+"""The command line: train, eval, play, export, plot, list, check-env, bench."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Overrides = list[tuple[str, str]]
 """``section.key`` and the text given for it."""
 Command = Callable[[argparse.Namespace, Overrides], int]
-COMMANDS = ("train", "eval", "play", "plot", "list", "check-env", "bench")
+COMMANDS = ("train", "eval", "play", "export", "plot", "list", "check-env", "bench")
 _NO_MEMORY = re.compile(r"allocate memory|not enough memory|out of memory|Storage size", re.IGNORECASE)
 """How PyTorch says it; its exception is a plain RuntimeError on the CPU."""
 DESCRIPTION = """\
@@ -34,6 +34,7 @@ Train robot policies with reinforcement learning.
   apexrl train --resume runs/mine              go on after a kill, a crash or Ctrl-C
   apexrl eval runs/mine --episodes 200         success and return, with intervals
   apexrl play runs/mine                        write a video
+  apexrl export runs/mine                      write policy.onnx and policy.pt for a robot
   apexrl plot runs/a runs/b                    draw learning curves
 """
 
@@ -132,6 +133,13 @@ def _parser() -> argparse.ArgumentParser:
     play.add_argument("--episodes", type=_positive, default=3, metavar="N", help="default 3")
     play.add_argument("--output", type=Path, metavar="FILE.mp4", help="default video.mp4 in the run directory")
     play.add_argument("--seed", type=_seed, default=1_000_003, metavar="N", help="of the episodes")
+
+    export = command("export", "Write a trained policy as files for deployment.", _export)
+    export.add_argument("source", type=Path, metavar="RUN_DIR|CHECKPOINT")
+    export.add_argument("--output", type=Path, metavar="DIR", help="default export in the run directory")
+    export.add_argument(
+        "--format", default="onnx,torchscript", metavar="NAMES", help="one or both of onnx,torchscript; default both"
+    )
 
     plot = command("plot", "Draw the learning curves of runs.", _plot)
     plot.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
@@ -331,6 +339,24 @@ def _play(options: argparse.Namespace, _: Overrides) -> int:
         raise ConfigError(f"--output {path} must end in .mp4.")
     _video(trained.make_env(1), trained.policy, path, options.seed, options.episodes)
     return 0
+
+
+def _export(options: argparse.Namespace, _: Overrides) -> int:
+    from apexrl.export import CARD, FILES, export_policy
+
+    exported = export_policy(options.source, options.output, options.format.split(","))
+    card, tried = exported.card, exported.card["verification"]
+    print(f"Exported {card['checkpoint']['name']} ({card['task']['id']}, {card['algorithm']}) to {exported.directory}")
+    for name, difference in tried["largest_difference"].items():
+        print(f"  {FILES[name]}: largest difference {difference:.1e} on {tried['observations']} recorded observations")
+    for kind in ("inputs", "outputs"):
+        print(f"  {kind}: " + ", ".join(f"{entry['name']} {_shape(entry['shape'])}" for entry in card[kind]))
+    print(f"  {CARD} says how to use them")
+    return 0
+
+
+def _shape(sizes: Sequence[int | str]) -> str:
+    return f"[{', '.join(map(str, sizes))}]"
 
 
 def _plot(options: argparse.Namespace, _: Overrides) -> int:

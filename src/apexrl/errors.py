@@ -34,6 +34,10 @@ class DivergenceError(ApexRLError, RuntimeError):
     """A loss or a gradient is not finite."""
 
 
+class ExportError(ApexRLError, RuntimeError):
+    """A policy cannot be exported, or what was exported acts differently."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the nearest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -46,8 +46,8 @@ class TrainingConfig:
     num_threads: int = 1
     """CPU threads of PyTorch; 0 leaves its default, 1 suits small nets. Read by ``apexrl train``, not by Trainer."""
     init_from: str = ""
-    """A run directory or checkpoint whose policy weights a new run starts from; a resumed run goes on with its own. Read
-    by ``apexrl train``, not by Trainer."""
+    """A run directory or checkpoint whose policy weights a new run starts from; a resumed run goes on with its own.
+    Read by ``apexrl train``, not by Trainer."""
     collector: Literal["sync", "async"] = "sync"
     """sync: collect, then learn; async: collect in a thread while learning, for simulators in worker processes. Read by
     ``apexrl train``, not by Trainer."""

@@ -219,9 +219,9 @@ class PPOROA(PPO):
             with torch.no_grad():
                 wanted = policy.actor(obs, feature).mode
 
-            def imitation_loss(parameters: Mapping[str, Tensor]) -> tuple[Tensor, None]:
+            def imitation_loss(parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
                 given = torch.func.functional_call(policy.actor_adapt, dict(parameters), (obs, guess)).mode
-                return (given - wanted).square().mean(), None
+                return (given - wanted).square().mean(), given.detach()
 
             imitation, _, gradient = self.student_optimizer.gradient_at(imitation_loss, functional=functional)
             self._apply(self.student_optimizer, imitation, gradient)

@@ -101,13 +101,19 @@ class AdaptationModule(nn.Module):
         self.others = ObservationEncoder(observation_space, groups) if groups else None
         window: nn.Module
         if kind == "conv":
+            if history < 9:
+                raise ConfigError(f"policy.history is {history}; convolutions need at least 9 frames.")
+            # Both convolutions fit windows of 9, 13, 17 … frames: at any other length they would miss the newest.
+            padding = (9 - history) % 4
             window = nn.Sequential(
-                nn.Conv1d(frame, 32, 5, stride=2), nn.ELU(), nn.Conv1d(32, 32, 3, stride=2), nn.ELU(), nn.Flatten()
+                nn.ConstantPad1d((padding, 0), 0.0),
+                nn.Conv1d(frame, 32, 5, stride=2),
+                nn.ELU(),
+                nn.Conv1d(32, 32, 3, stride=2),
+                nn.ELU(),
+                nn.Flatten(),
             )
-            try:
-                width = window(torch.zeros(1, frame, history)).shape[1]
-            except RuntimeError:
-                raise ConfigError(f"policy.history is {history}; convolutions need at least 9 frames.") from None
+            width = 32 * ((history + padding - 5) // 4)
         elif kind == "gru":
             window, width = nn.GRU(frame, 64, batch_first=True), 64
         else:

@@ -1,0 +1,431 @@
+"""Deployment: a trained policy as files that need neither this package nor the task, and a card that explains them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import importlib.util
+import json
+import math
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+import apexrl
+from apexrl import run
+from apexrl.agent import checkpoint
+from apexrl.config import TaskConfig
+from apexrl.envs import GymVecEnv, MujocoVecEnv, VecEnv, gym_make_fns
+from apexrl.envs.tasks.base import TensorTask
+from apexrl.errors import ConfigError, ExportError, RunDirError, did_you_mean
+from apexrl.models.actor import choice_sizes
+from apexrl.models.encoder import PRIVILEGED_GROUPS, is_picture, leaf_spaces, leaves
+from apexrl.models.normalizer import RunningNormalizer
+from apexrl.policies import Policy
+from apexrl.rollout import initial_state, make_actor, rollout
+from apexrl.types import ACTION, CMD_KEY, DONE, OBJECT_KEY, OBS_KEY, OBSERVATION, Observation
+
+FORMAT = 1
+"""Version of the card's layout."""
+CARD = "policy.json"
+FILES = {"onnx": "policy.onnx", "torchscript": "policy.pt"}
+"""Format -> the file it is written to."""
+TOLERANCE = 1e-5
+"""A file whose actions differ from the policy's by this much, relative to actions above 1, is not kept."""
+NUM_ENVS, NUM_STEPS = 4, 100
+"""Of the rollout whose observations the files are tried on."""
+OPSET = 17
+"""Of ONNX: everything that policies use exists in it, and runtimes from 2022 on read it."""
+MEANINGS = {
+    OBSERVATION: "what the task observes",
+    OBS_KEY: "what the robot measures",
+    CMD_KEY: "what the robot is asked to do",
+    OBJECT_KEY: "what is known about the object",
+}
+
+Model: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""An exported file that was read again: inputs in the card's order to outputs in the card's order."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    directory: Path
+    """Holds ``policy.json`` and the files that it names."""
+    card: Mapping[str, Any]
+    """The content of ``policy.json``."""
+
+
+class DeployedPolicy(nn.Module):
+    """The deterministic policy as a function of plain tensors ``[B, ...]``, on the CPU.
+
+    Takes the observation's tensors that the policy reads, then its recurrent state; returns the action, inside its
+    bounds, and the next recurrent state. The environments of the package clip actions as well, so in them the
+    clipping changes nothing.
+
+    Args:
+        policy: copied; its normaliser is part of the function.
+        action_space: of one environment.
+        obs: an example ``[B, ...]``.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    def __init__(self, policy: Policy, action_space: gym.Space[Any], obs: Observation) -> None:
+        super().__init__()
+        self.policy = copy.deepcopy(policy).cpu().eval().requires_grad_(False)
+        self.paths = read_paths(self.policy, obs)
+        self.state_names = list(self.policy.initial_state(1))
+        self.has_bounds = isinstance(action_space, gym.spaces.Box)
+        if isinstance(action_space, gym.spaces.Box):
+            self.register_buffer("low", torch.as_tensor(action_space.low, dtype=torch.float32).flatten())
+            self.register_buffer("high", torch.as_tensor(action_space.high, dtype=torch.float32).flatten())
+
+    @property
+    def input_names(self) -> list[str]:
+        """Paths of the observation, then names of the recurrent state."""
+        return [*self.paths, *self.state_names]
+
+    @property
+    def output_names(self) -> list[str]:
+        """The action, then the recurrent state of the next step."""
+        return [ACTION, *(f"next_{name}" for name in self.state_names)]
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Act; a policy without memory returns the action alone."""
+        obs: Observation = inputs[0]
+        if self.paths != [OBSERVATION]:
+            obs = TensorDict({}, batch_size=[])
+            for path, value in zip(self.paths, inputs, strict=False):
+                obs[tuple(path.split("."))] = value
+        states = dict(zip(self.state_names, inputs[len(self.paths) :], strict=True))
+        output = self.policy.act({OBSERVATION: obs, **states}, deterministic=True)
+        action = self.clipped(output[ACTION])
+        return (action, *(output[name] for name in self.state_names)) if states else action
+
+    def clipped(self, action: Tensor) -> Tensor:
+        """Bring continuous actions inside their bounds, which may be infinite."""
+        return torch.minimum(torch.maximum(action, self.low), self.high) if self.has_bounds else action
+
+
+def export_policy(source: Path, output: Path | None = None, formats: Sequence[str] = tuple(FILES)) -> Exported:
+    """Write the newest checkpoint of a run, or one checkpoint, as files for deployment.
+
+    The files are tried on observations of the task before they get their names, so what is there works.
+
+    Args:
+        source: a run directory or a checkpoint.
+        output: a directory; None for ``export`` in the run directory.
+        formats: of ``onnx`` and ``torchscript``.
+
+    Raises:
+        ExportError: when a package is missing, the policy needs privileged observations, or a file acts differently.
+    """
+    _check_formats(formats)
+    trained = run.load_trained(source)
+    env = trained.make_env(NUM_ENVS)
+    try:
+        policy = copy.deepcopy(trained.policy).cpu().eval()
+        batch = record(env, policy)
+        model = DeployedPolicy(policy, env.action_space, batch[OBSERVATION][0])
+        card = {**_origin(trained), **_describe(model, env, batch), "control": _control(env, trained.config.task)}
+    finally:
+        env.close()
+    privileged = [path for path in model.paths if path.split(".")[0] in PRIVILEGED_GROUPS]
+    if privileged:
+        raise ExportError(
+            f"The actor of {trained.checkpoint} sees {privileged}, which a robot cannot measure. Train with "
+            "policy.actor_groups that leave it out, or a student (algo.name ppo_roa)."
+        )
+    directory = _default_output(source) if output is None else output
+    with _staging(directory) as staging:
+        inputs = [*_observations(model, batch[0]), *model.policy.initial_state(NUM_ENVS).values()]
+        difference = {}
+        for name in formats:
+            load = _WRITERS[name](model, inputs, staging / FILES[name])
+            difference[name] = max(largest_difference(load, model, batch[:, :width]) for width in (NUM_ENVS, 1))
+            if not difference[name] < TOLERANCE:  # also when it is not a number
+                raise ExportError(
+                    f"{FILES[name]} was not kept: its actions differ from the policy's by {difference[name]:.1e}, "
+                    f"which is not below {TOLERANCE:.0e}. Please report this with the configuration of the run."
+                )
+        card["use"] = {name: _USES[name].format(inputs=_arguments(name, model)) for name in formats}
+        card["verification"] = {"observations": batch.numel(), "tolerance": TOLERANCE, "largest_difference": difference}
+        card["files"] = {FILES[name]: {"sha256": _sha256(staging / FILES[name])} for name in formats}
+        (staging / CARD).write_text(_as_json(card), encoding="utf-8")
+        if (directory / CARD).exists():
+            for name in set(FILES.values()) - set(card["files"]):
+                (directory / name).unlink(missing_ok=True)  # of an earlier export: the new card does not describe it
+        # The card goes last: whoever finds its checksums right has a complete export.
+        for name in (*card["files"], CARD):
+            (staging / name).replace(directory / name)
+    return Exported(directory, card)
+
+
+def record(env: VecEnv, policy: Policy) -> TensorDict:
+    """Let the policy act deterministically; returns the observations, actions and ends, ``[T, N]`` on the CPU."""
+    carry = {OBSERVATION: env.reset(seed=0), **initial_state(policy, env)}
+    actor = make_actor(policy, env.device, deterministic=True)
+    batch, _ = rollout(env, actor, carry, NUM_STEPS, keep={OBSERVATION, ACTION})
+    return batch.cpu()
+
+
+def read_paths(policy: Policy, obs: Observation) -> list[str]:
+    """Return the tensors of an observation that a policy cannot act without."""
+    if isinstance(obs, Tensor):
+        return [OBSERVATION]
+
+    def acts_without(path: str) -> bool:
+        try:
+            rest = obs.exclude(tuple(path.split(".")))
+            policy.act({OBSERVATION: rest, **policy.initial_state(len(obs))}, deterministic=True)
+        except KeyError:
+            return False
+        return True
+
+    return [path for path in leaves(obs) if not acts_without(path)]
+
+
+def largest_difference(exported: Model, model: DeployedPolicy, batch: TensorDict) -> float:
+    """Largest ``|a' − a| / max(1, |a|)`` of exported actions a' and recorded ones a, over a batch ``[T, N]``.
+
+    The exported model lives from its own recurrent state, zero where an episode starts.
+    """
+    states: Sequence[Tensor] = list(model.policy.initial_state(batch.shape[1]).values())
+    differences = []
+    for step in batch.unbind(0):
+        action, *states = exported([*_observations(model, step), *states])
+        states = [torch.where(step[DONE], 0.0, state) for state in states]
+        wanted = model.clipped(step[ACTION]).double()
+        differences.append(((action.double() - wanted).abs() / wanted.abs().clamp_min(1.0)).max())
+    return float(torch.stack(differences).max())
+
+
+def _check_formats(formats: Sequence[str]) -> None:
+    for name in formats:
+        if name not in FILES:
+            raise ConfigError(
+                f"--format must name one or more of {','.join(FILES)}, got '{','.join(formats)}'."
+                + did_you_mean(name, FILES)
+            )
+    missing = [package for package in ("onnx", "onnxruntime") if importlib.util.find_spec(package) is None]
+    if missing and "onnx" in formats:
+        raise ExportError(
+            f"ONNX needs {' and '.join(missing)}: pip install 'apexrl[export]', or leave it out: --format torchscript."
+        )
+
+
+def _default_output(source: Path) -> Path:
+    directory = source if source.is_dir() else source.parent
+    return (directory.parent if directory.name == "checkpoints" else directory) / "export"
+
+
+@contextlib.contextmanager
+def _staging(directory: Path) -> Iterator[Path]:
+    """Give a directory inside ``directory`` for unfinished files, and leave nothing of it behind."""
+    if directory.exists() and not directory.is_dir():
+        raise RunDirError(f"--output {directory} is a file; name a directory.")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".part-", dir=directory) as name:
+            yield Path(name)
+    except PermissionError as error:
+        raise RunDirError(f"--output {directory} cannot be written: {error.strerror}; name another.") from error
+    finally:
+        with contextlib.suppress(OSError):  # not empty: finished, or an earlier export
+            directory.rmdir()
+
+
+# The formats. Both go by a trace of one call: policies have no branches that depend on data. PyTorch has newer
+# exporters, but TorchScript is what libtorch and robot stacks load, and the newer ONNX exporter needs one more package.
+
+
+def _write_onnx(model: DeployedPolicy, inputs: Sequence[Tensor], path: Path) -> Model:
+    """Write an ONNX file; returns it as onnxruntime runs it."""
+    import onnxruntime
+
+    names = model.input_names
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():
+        torch.onnx.export(
+            model,
+            tuple(inputs),
+            path,
+            dynamo=False,
+            opset_version=OPSET,
+            input_names=names,
+            output_names=model.output_names,
+            dynamic_axes={name: {0: "batch"} for name in (*names, *model.output_names)},
+        )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def call(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        arrays = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
+        return [torch.from_numpy(array) for array in session.run(None, arrays)]
+
+    return call
+
+
+def _write_torchscript(model: DeployedPolicy, inputs: Sequence[Tensor], path: Path) -> Model:
+    """Write a TorchScript file without the critic and other unused networks; returns it as PyTorch runs it."""
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():
+        script = torch.jit.freeze(torch.jit.trace(model, tuple(inputs), check_trace=False).eval())
+        torch.jit.save(script, path)
+        loaded = torch.jit.load(path)
+
+    def call(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        output = loaded(*tensors)
+        return [output] if isinstance(output, Tensor) else list(output)
+
+    return call
+
+
+_WRITERS: dict[str, Callable[[DeployedPolicy, Sequence[Tensor], Path], Model]] = {
+    "onnx": _write_onnx,
+    "torchscript": _write_torchscript,
+}
+_USES = {
+    "onnx": 'onnxruntime.InferenceSession("policy.onnx").run(None, {{{inputs}}})',
+    "torchscript": 'torch.jit.load("policy.pt")({inputs})',
+}
+
+
+def _arguments(name: str, model: DeployedPolicy) -> str:
+    variables = {path: path.replace(".", "_") for path in model.input_names}
+    if name == "onnx":
+        return ", ".join(f'"{path}": {variable}' for path, variable in variables.items())
+    return ", ".join(variables.values())
+
+
+def _observations(model: DeployedPolicy, step: TensorDict) -> list[Tensor]:
+    """Return the tensors ``[N, ...]`` of a recorded step that the model takes."""
+    found = leaves(step[OBSERVATION])
+    return [found[path] for path in model.paths]
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# The card
+
+
+def _as_json(card: Mapping[str, Any]) -> str:
+    """Return text for people: indented, but a list of plain values on one line."""
+    text = json.dumps(card, indent=2, allow_nan=False)
+    return re.sub(r"\[[^\[\]{}]*\]", lambda values: re.sub(r"\s*\n\s*", " ", values[0]), text) + "\n"
+
+
+def _origin(trained: run.TrainedPolicy) -> dict[str, Any]:
+    content = checkpoint.load(trained.checkpoint)
+    return {
+        "format": FORMAT,
+        "apexrl": apexrl.__version__,
+        "algorithm": trained.config.algo.name,
+        "task": {"id": trained.config.task.id, "kwargs": trained.config.task.kwargs},
+        "checkpoint": {
+            "name": trained.checkpoint.name,
+            "iteration": content["iteration"],
+            "total_steps": content["total_steps"],
+        },
+    }
+
+
+def _describe(model: DeployedPolicy, env: VecEnv, batch: TensorDict) -> dict[str, Any]:
+    """Describe inputs and outputs, in the order in which the files have them."""
+    spaces = leaf_spaces(env.observation_space)
+    inputs = [
+        {
+            **_layout(path, tensor),
+            "group": path.split(".")[0],
+            "meaning": _meaning(path, spaces[path], model.policy),
+            "normalizer": _normalizer(path, model.policy),
+        }
+        for path, tensor in zip(model.paths, _observations(model, batch[0]), strict=True)
+    ]
+    states = model.policy.initial_state(1)
+    inputs += [
+        {**_layout(name, state), "meaning": f"memory: zeros when an episode starts, then next_{name} of the last call"}
+        for name, state in states.items()
+    ]
+    outputs = [{**_layout(ACTION, batch[ACTION][0]), **_action(env.action_space)}]
+    outputs += [
+        {**_layout(f"next_{name}", state), "meaning": f"give it to {name} at the next call"}
+        for name, state in states.items()
+    ]
+    return {"inputs": inputs, "outputs": outputs}
+
+
+def _layout(name: str, tensor: Tensor) -> dict[str, Any]:
+    return {"name": name, "shape": ["batch", *tensor.shape[1:]], "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+
+def _meaning(path: str, space: gym.spaces.Box, policy: Policy) -> str:
+    if is_picture(space):
+        return "picture, 0 to 255, as the task gives it"
+    text = MEANINGS.get(path, f"observation '{path}' of the task")
+    history = getattr(policy, "history", 1)
+    if path == OBS_KEY and history > 1:
+        return f"{text}: {history} frames of {math.prod(space.shape) // history} numbers, the oldest first"
+    return text
+
+
+def _normalizer(path: str, policy: Policy) -> dict[str, Any] | None:
+    """Return what the model itself does to an input: ``clamp((x − mean) · scale, ±clip)``."""
+    name = path.replace(".", "/")
+    if policy.normalizer is None or name not in policy.normalizer.normalizers:
+        return None
+    statistics = policy.normalizer.normalizers[name]
+    assert isinstance(statistics, RunningNormalizer)
+    scale = (statistics.var + statistics.eps).rsqrt()
+    return {"inside": True, "mean": statistics.mean.tolist(), "scale": scale.tolist(), "clip": statistics.clip}
+
+
+def _action(space: gym.Space[Any]) -> dict[str, Any]:
+    sizes = choice_sizes(space)
+    shape = list(space.shape or ())
+    if sizes is not None:
+        start = np.broadcast_to(getattr(space, "start", 0), len(sizes)).ravel().tolist()
+        caller = f"add {start}: the task counts from there" if any(start) else "nothing"
+        return {"meaning": "index of each choice, from 0", "choices": sizes, "space_shape": shape, "caller": caller}
+    assert isinstance(space, gym.spaces.Box)
+    integer = np.issubdtype(space.low.dtype, np.integer)
+    return {
+        "meaning": "the deterministic action in the units of the task, clipped to low and high by the model",
+        "low": [float(x) if np.isfinite(x) else None for x in space.low.ravel()],
+        "high": [float(x) if np.isfinite(x) else None for x in space.high.ravel()],
+        "space_shape": shape,
+        "caller": "round to whole numbers" if integer else "nothing",
+    }
+
+
+def _control(env: VecEnv, task: TaskConfig) -> dict[str, Any]:
+    """Return how many actions a second the policy was trained to give, and who says so; None when nobody does."""
+    seconds, fps = None, None
+    if isinstance(env, TensorTask):
+        seconds = getattr(sys.modules[type(env).__module__], "DT", None)
+    elif isinstance(env, MujocoVecEnv):
+        seconds = env.models[0].opt.timestep * env.task.frame_skip
+    elif isinstance(env, GymVecEnv):
+        with contextlib.closing(gym_make_fns(task.id, 1, **task.kwargs)[0]()) as one:
+            seconds, fps = getattr(one.unwrapped, "dt", None), one.metadata.get("render_fps")
+    if isinstance(seconds, int | float) and seconds > 0:
+        return {"hz": round(1.0 / seconds, 6), "source": "time step of the task"}
+    if fps:
+        return {"hz": float(fps), "source": "render_fps of the task, which need not be its time step"}
+    return {"hz": None, "source": None}

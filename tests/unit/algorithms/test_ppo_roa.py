@@ -1,0 +1,537 @@
+"""PPO-ROA: what each phase trains, the losses written out, the phase boundary, and exact resume around it."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from apexrl import PPOROA, AsyncCollector, Config, PPOROAConfig, ROAPolicy, SyncCollector, Trainer, make_env
+from apexrl.agent import TrainingConfig
+from apexrl.config import TaskConfig
+from apexrl.errors import ConfigError, DivergenceError
+from apexrl.graphs import Acceleration
+from apexrl.policies import Policy
+
+NUM_ENVS, NUM_STEPS = 8, 8
+MODULES = ("encoder_priv", "actor", "actor_adapt", "adapt_module", "adapt_ema", "critic")
+PHASES = ("train", "finetune")
+
+
+def make_roa(acceleration: Acceleration | None = None, **options: Any) -> PPOROA:
+    """A small PPO-ROA for ``payload``, the same every time; the teacher's standard deviation is another than ours."""
+    torch.manual_seed(0)
+    policy = ROAPolicy.for_env(
+        make_env("payload", 1),
+        history=24,
+        hidden_dims=(16,),
+        encoder_dims=(8,),
+        adapt_dims=(16,),
+        critic_cfg={"hidden_dims": (16,)},
+        normalize_obs=True,
+    )
+    with torch.no_grad():
+        policy.actor.action_head.log_std.fill_(-0.5)
+    defaults = {"num_steps": NUM_STEPS, "num_epochs": 2, "num_minibatches": 2, "adapt_minibatches": 2, "clip": 0.2}
+    return PPOROA(policy, PPOROAConfig(**{**defaults, **options}), acceleration=acceleration)
+
+
+def make_collector(algorithm: PPOROA, num_envs: int = NUM_ENVS) -> SyncCollector:
+    env = make_env("payload", num_envs)
+    return SyncCollector(env, algorithm.rollout_policy, keep=PPOROA.required_keys, seed=0)
+
+
+def setup(**options: Any) -> tuple[PPOROA, TensorDict]:
+    """A PPO-ROA and one rollout of what acts in its phase."""
+    algorithm = make_roa(**options)
+    return algorithm, make_collector(algorithm).collect(NUM_STEPS)
+
+
+def snapshot(algorithm: PPOROA) -> dict[str, Tensor]:
+    """The parameters of each module as one tensor."""
+    return {name: flat(getattr(algorithm.policy, name)) for name in MODULES}
+
+
+def flat(module: torch.nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def changed(algorithm: PPOROA, before: dict[str, Tensor]) -> set[str]:
+    return {name for name, value in snapshot(algorithm).items() if not torch.equal(value, before[name])}
+
+
+def state(algorithm: PPOROA) -> Tensor:
+    return torch.cat([value.flatten().double() for value in algorithm.policy.state_dict().values()])
+
+
+# Who learns in which phase
+
+
+@pytest.mark.parametrize(
+    ("phase", "by_policy", "by_adapt"),
+    [
+        ("train", {"encoder_priv", "actor", "critic"}, {"adapt_module", "actor_adapt", "adapt_ema"}),
+        ("finetune", {"actor_adapt", "critic"}, {"adapt_module", "adapt_ema"}),
+    ],
+)
+def test_each_half_of_the_update_trains_its_modules_and_no_others(
+    phase: str, by_policy: set[str], by_adapt: set[str]
+) -> None:
+    algorithm, batch = setup(phase=phase, entropy_coef=0.01, encoder_penalty=1.0)
+    algorithm.adjust_learning_rate(0.5)
+    before = snapshot(algorithm)
+    algorithm.train_policy(batch)
+    assert changed(algorithm, before) == by_policy
+    before = snapshot(algorithm)
+    algorithm.train_adapt(batch)
+    assert changed(algorithm, before) == by_adapt
+
+
+def test_finetune_leaves_encoder_and_teacher_alone_to_the_last_bit() -> None:
+    algorithm = make_roa(phase="finetune")
+    collector, before = make_collector(algorithm), snapshot(algorithm)
+    for _ in range(4):
+        metrics = algorithm.update(collector.collect(NUM_STEPS))
+    assert changed(algorithm, before) == {"actor_adapt", "critic", "adapt_module", "adapt_ema"}
+    assert "imitation_loss" not in metrics
+
+
+def test_imitation_sends_no_gradient_into_what_it_imitates_or_what_it_is_given() -> None:
+    runs = []
+    for imitate in (True, False):
+        algorithm, batch = setup(phase="train")
+        algorithm.train_policy(batch)
+        if not imitate:
+            algorithm.student_optimizer = None
+        torch.manual_seed(1)
+        algorithm.train_adapt(batch)
+        runs.append(snapshot(algorithm))
+    differ = {name for name in MODULES if not torch.equal(runs[0][name], runs[1][name])}
+    assert differ == {"actor_adapt"}
+
+
+# The losses
+
+
+def test_adaptation_and_imitation_follow_the_gradients_of_the_written_out_losses() -> None:
+    algorithm, batch = setup(phase="train", adapt_epochs=1, adapt_minibatches=1, max_grad_norm=1e9, min_frames=1)
+    algorithm.train_policy(batch)
+    policy: ROAPolicy = copy.deepcopy(algorithm.roa)
+    metrics = algorithm.train_adapt(batch)
+    obs: Any = policy.normalized(batch["observation"].reshape(-1))
+    feature = policy.encoder_priv(obs).detach()
+    adapt_loss = (policy.adapt_module(obs) - feature).square().mean()
+    # The student is given the guess from before the step, and imitates the mean.
+    guess = policy.adapt_module(obs).detach()
+    imitation_loss = (policy.actor_adapt(obs, guess).mode - policy.actor(obs, feature).mode.detach()).square().mean()
+    assert algorithm.student_optimizer is not None
+    for name, loss, module, optimizer in (
+        ("adapt_loss", adapt_loss, policy.adapt_module, algorithm.adapt_optimizer),
+        ("imitation_loss", imitation_loss, policy.actor_adapt, algorithm.student_optimizer),
+    ):
+        parameters = list(module.parameters())
+        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        expected = torch.cat([gradient.flatten() for gradient in gradients])
+        torch.testing.assert_close(optimizer.gradient, expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(metrics[name], loss.detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_average_moves_by_tau_to_the_last_bit(phase: str) -> None:
+    algorithm, batch = setup(phase=phase)
+    old = flat(algorithm.roa.adapt_ema)
+    for _ in range(2):
+        algorithm.update(batch)
+        new = 0.96 * old + 0.04 * flat(algorithm.roa.adapt_module)
+        assert torch.equal(flat(algorithm.roa.adapt_ema), new)
+        old = new
+
+
+def windows(num_frames: list[int]) -> dict[str, Tensor]:
+    """Observations of which each window has so many frames, the others zeros, and every one other physics."""
+    torch.manual_seed(3)
+    obs: Any = make_env("payload", len(num_frames)).reset(seed=0)
+    frames = torch.randn(len(num_frames), 24, 4)
+    for row, number in enumerate(num_frames):
+        frames[row, : 24 - number] = 0.0
+    return {**obs, "policy": frames.flatten(1)}
+
+
+@pytest.mark.parametrize(
+    ("min_frames", "counts"),
+    [(1, [0, 1, 1, 1, 1]), (2, [0, 0, 1, 1, 1]), (10, [0, 0, 0, 1, 1]), (24, [0, 0, 0, 0, 1]), (99, [0, 0, 0, 0, 1])],
+)
+def test_windows_with_too_few_frames_teach_nothing(min_frames: int, counts: list[int]) -> None:
+    algorithm = make_roa(phase="train", min_frames=min_frames, max_grad_norm=1e9)
+    groups = windows([0, 1, 2, 10, 24])
+    policy, optimizer = copy.deepcopy(algorithm.roa), algorithm.adapt_optimizer
+    algorithm._adapt_step(groups)
+    kept = TensorDict(groups, batch_size=[5])[torch.tensor(counts, dtype=torch.bool)]
+    loss = (policy.adapt_module(kept) - policy.encoder_priv(kept).detach()).square().mean()
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(policy.adapt_module.parameters()))])
+    torch.testing.assert_close(optimizer.gradient, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(algorithm._adapt_progress.means()["adapt_loss"], loss.detach())
+
+
+def test_a_minibatch_without_any_history_changes_no_adaptation_module() -> None:
+    algorithm = make_roa(phase="finetune")
+    before = snapshot(algorithm)
+    algorithm._adapt_step(windows([0, 1, 1]))
+    assert changed(algorithm, before) == set()
+    assert algorithm._progress.nonfinite == 0
+
+
+def test_the_encoder_is_drawn_towards_what_can_be_inferred() -> None:
+    def gradients(penalty: float) -> dict[str, Tensor]:
+        algorithm, batch = setup(
+            phase="train", encoder_penalty=penalty, num_epochs=1, num_minibatches=1, max_grad_norm=1e9
+        )
+        algorithm.adjust_learning_rate(0.5)
+        policy, obs = copy.deepcopy(algorithm.roa), batch["observation"]
+        algorithm.train_policy(batch)
+        distance = (policy.encoder_priv(obs) - policy.adapt_module(obs).detach()).square().mean()
+        expected = torch.autograd.grad(distance, list(policy.encoder_priv.parameters()))
+        found = algorithm.optimizer.views(algorithm.optimizer.gradient)
+        return {**found, "expected": torch.cat([g.flatten() for g in expected])}
+
+    with_penalty, without = gradients(4.0), gradients(0.0)
+    names = [name for name in without if name != "expected"]
+    apart = {name: with_penalty[name] - without[name] for name in names}
+    encoder = torch.cat([apart[name].flatten() for name in names if name.startswith("latent.")])
+    # Half of the training is over, so the weight is 4 · ½.
+    torch.testing.assert_close(encoder, 2.0 * without["expected"], rtol=1e-3, atol=1e-5)
+    assert all(not apart[name].any() for name in names if not name.startswith("latent."))
+
+
+@pytest.mark.parametrize(
+    ("phase", "progress", "weight"),
+    [("train", 0.0, 0.0), ("train", 0.25, 0.5), ("train", 1.0, 2.0), ("both", 0.35, 1.0), ("both", 0.7 - 1e-9, 2.0)],
+)
+def test_the_penalty_grows_to_its_weight_over_the_train_phase(phase: str, progress: float, weight: float) -> None:
+    algorithm = make_roa(phase=phase, encoder_penalty=2.0)
+    assert algorithm._penalty_weight == 0.0
+    algorithm.adjust_learning_rate(progress)
+    assert float(algorithm._penalty_weight) == pytest.approx(weight)
+
+
+def test_policy_and_critic_are_clipped_apart() -> None:
+    def clipped(value_coef: float) -> tuple[Tensor, Tensor]:
+        algorithm, batch = setup(
+            phase="train", value_coef=value_coef, max_grad_norm=1e-3, num_epochs=1, num_minibatches=1
+        )
+        algorithm.train_policy(batch)
+        views = algorithm.optimizer.views(algorithm.optimizer.gradient)
+        parts = [[g.flatten() for n, g in views.items() if n.startswith("critic.") == critic] for critic in (True, False)]
+        return torch.cat(parts[0]), torch.cat(parts[1])
+
+    (critic, actor), (other_critic, same_actor) = clipped(1.0), clipped(100.0)
+    assert torch.equal(actor, same_actor)
+    for part in (critic, other_critic, actor):
+        assert float(part.norm()) == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("phase", "option"),
+    [
+        ("train", {"adapt_epochs": 1}),
+        ("train", {"adapt_minibatches": 3}),
+        ("train", {"adapt_learning_rate": 1e-2}),
+        ("train", {"ema_tau": 0.5}),
+        ("train", {"min_frames": 5}),
+        ("train", {"encoder_penalty": 1.0}),
+        ("finetune", {"finetune_learning_rate": 1e-2}),
+        ("finetune", {"finetune_target_kl": 1e-9}),
+    ],
+    ids=str,
+)
+def test_every_option_changes_the_update(phase: str, option: dict[str, Any]) -> None:
+    def updated(**options: Any) -> Tensor:
+        algorithm, batch = setup(phase=phase, **options)
+        algorithm.adjust_learning_rate(0.5)
+        torch.manual_seed(1)
+        algorithm.update(batch)
+        return state(algorithm)
+
+    assert not torch.allclose(updated(**option), updated(), rtol=0, atol=1e-6)
+
+
+def test_finetune_has_a_fixed_rate_and_stops_at_its_divergence() -> None:
+    algorithm, batch = setup(phase="finetune", schedule="adaptive", learning_rate=0.5, finetune_target_kl=1e-12)
+    metrics = algorithm.update(batch)
+    assert float(metrics["learning_rate"]) == pytest.approx(1e-4)
+    assert metrics["skipped"] == 1.0
+    algorithm, batch = setup(phase="train", schedule="adaptive", finetune_target_kl=1e-12)
+    assert algorithm.update(batch)["skipped"] == 0.0
+
+
+# Phases
+
+
+def test_both_goes_on_to_finetune_once_with_new_optimizers_and_the_teachers_noise() -> None:
+    algorithm, batch = setup(phase="both", train_share=0.6, learning_rate=2e-3)
+    algorithm.update(batch)
+    policy, optimizer = algorithm.roa, algorithm.optimizer
+    theirs, ours = policy.actor.action_head.log_std, policy.actor_adapt.action_head.log_std
+    algorithm.adjust_learning_rate(0.59)
+    assert (algorithm.phase, algorithm.optimizer) == ("train", optimizer)
+    assert not torch.equal(ours, theirs)
+    before = snapshot(algorithm)
+    algorithm.adjust_learning_rate(0.6)
+    assert algorithm.phase == "finetune"
+    assert torch.equal(ours, theirs)
+    assert changed(algorithm, before) == {"actor_adapt"}  # by the standard deviation alone
+    assert algorithm.student_optimizer is None
+    for fresh, rate in ((algorithm.optimizer, 1e-4), (algorithm.adapt_optimizer, 1e-3)):
+        assert float(fresh.learning_rate) == pytest.approx(rate)
+        assert not fresh.state["mean"].any()
+        assert fresh.state["mean_decay"] == 1.0
+    with torch.no_grad():
+        ours.add_(1.0)
+    second = algorithm.optimizer
+    algorithm.adjust_learning_rate(0.9)
+    assert (algorithm.phase, algorithm.optimizer) == ("finetune", second)
+    assert not torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_single_phase_stays(phase: str) -> None:
+    algorithm = make_roa(phase=phase)
+    optimizer = algorithm.optimizer
+    algorithm.adjust_learning_rate(1.0)
+    assert (algorithm.phase, algorithm.optimizer) == (phase, optimizer)
+
+
+def test_the_policy_that_acts() -> None:
+    algorithm = make_roa(phase="both")
+    policy = algorithm.roa
+    assert algorithm.rollout_policy is algorithm.get_rollout_policy("train") is policy.teacher
+    assert algorithm.get_rollout_policy("eval") is policy
+    algorithm.begin_phase("finetune")
+    assert algorithm.rollout_policy is algorithm.get_rollout_policy() is policy.student
+    assert algorithm.get_rollout_policy("eval") is policy
+    with pytest.raises(ConfigError, match="modes train and eval, got 'deploy'"):
+        algorithm.get_rollout_policy("deploy")
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_collection_goes_over_to_the_student_with_the_phase(in_background: bool) -> None:
+    algorithm = make_roa(phase="both", train_share=0.5)
+    env = make_env("payload", NUM_ENVS)
+    keep: Any = PPOROA.required_keys
+    collector = (
+        AsyncCollector(env, algorithm.rollout_policy, keep=keep, seed=0, max_staleness=0)
+        if in_background
+        else SyncCollector(env, algorithm.rollout_policy, keep=keep, seed=0)
+    )
+    trainer = Trainer(env, algorithm.policy, algorithm, collector=collector)
+    acted: list[str] = []
+    update = algorithm.update
+
+    def spy(batch: TensorDict) -> dict[str, Tensor]:
+        views: dict[str, Policy] = {"teacher": algorithm.roa.teacher, "student": algorithm.roa.student}
+        for name, view in views.items():
+            log_prob, _ = view.evaluate_actions(batch["observation"], batch["action"])
+            if torch.allclose(log_prob, batch["sample_log_prob"], atol=1e-4):
+                acted.append(name)
+        return update(batch)
+
+    algorithm.update = spy  # type: ignore[method-assign]
+    try:
+        trainer.learn(4 * NUM_STEPS * NUM_ENVS)
+    finally:
+        trainer.close()
+    assert acted == ["teacher", "teacher", "student", "student"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_ratio_is_one_in_the_first_minibatch(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = make_roa(phase=phase)
+    collector = make_collector(algorithm)
+    ratios: list[Tensor] = []
+    loss = algorithm._loss
+
+    def spy(batch: Any, evaluation: Any) -> Any:
+        ratios.append((evaluation.log_prob - batch["sample_log_prob"]).exp().detach())
+        return loss(batch, evaluation)
+
+    monkeypatch.setattr(algorithm, "_loss", spy)
+    for _ in range(3):
+        ratios.clear()
+        algorithm.update(collector.collect(NUM_STEPS))
+        assert (ratios[0] - 1).abs().max() < 1e-4
+
+
+# The rest of the contract
+
+
+def test_train_op_is_update() -> None:
+    runs = []
+    for name in ("update", "train_op"):
+        algorithm, batch = setup()
+        torch.manual_seed(1)
+        getattr(algorithm, name)(batch)
+        runs.append(state(algorithm))
+    assert torch.equal(*runs)
+
+
+def test_rollouts_may_change_their_shape() -> None:
+    algorithm = make_roa()
+    for num_envs, num_steps in ((8, 8), (4, 16), (8, 8), (3, 5)):
+        metrics = algorithm.update(make_collector(algorithm, num_envs).collect(num_steps))
+        assert metrics["nonfinite"] == 0
+        assert algorithm._data["observation"].shape == (num_envs * num_steps,)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("key", ["reward", "priv", "policy"])
+def test_a_batch_that_is_not_finite_changes_nothing_and_is_named(phase: str, key: str) -> None:
+    algorithm, batch = setup(phase=phase)
+    before = state(algorithm)
+    place = batch[key] if key in batch.keys() else batch["observation"][key]  # noqa: SIM118
+    place[3, 2] = float("nan")
+    metrics = algorithm.update(batch)
+    assert torch.equal(state(algorithm), before)
+    with pytest.raises(DivergenceError, match=rf"{key}' of the rollout is not finite.*step 3, environment 2"):
+        algorithm.raise_if_diverged({"nonfinite": metrics["nonfinite"].item()}, batch)
+
+
+def test_an_adaptation_that_is_not_finite_stops_the_run() -> None:
+    # PPO trains the teacher, which does not use the module: only the adaptation can notice.
+    algorithm, batch = setup(phase="train")
+    with torch.no_grad():
+        algorithm.roa.adapt_module.head.weight.fill_(1e30)
+    before = state(algorithm)
+    policy_metrics = algorithm.train_policy(batch)
+    assert policy_metrics["nonfinite"] == 0
+    after_policy = snapshot(algorithm)
+    metrics = algorithm.train_adapt(batch)
+    assert metrics["nonfinite"] == 1
+    assert changed(algorithm, after_policy) == set()
+    algorithm._update_normalizer(batch)
+    normalizer: Any = algorithm.roa.normalizer
+    assert normalizer.normalizers["policy"].count == 0
+    assert not torch.equal(state(algorithm), before)
+    metrics = algorithm.update(batch)
+    with pytest.raises(DivergenceError):
+        algorithm.raise_if_diverged({"nonfinite": metrics["nonfinite"].item()}, batch)
+
+
+def test_compiled_updates_equal_eager_ones_in_both_phases() -> None:
+    runs: list[list[Tensor]] = []
+    for compile_it in (False, True):
+        algorithm = make_roa(Acceleration(compile=compile_it), phase="both", encoder_penalty=0.1)
+        collector = make_collector(algorithm)
+        states = []
+        for progress in (0.2, 0.4, 0.7, 0.8, 0.9):
+            algorithm.update(collector.collect(NUM_STEPS))
+            states.append(state(algorithm))
+            algorithm.adjust_learning_rate(progress)
+            collector.follow(algorithm.rollout_policy)
+        assert algorithm.phase == "finetune"
+        runs.append(states)
+    for eager, compiled in zip(*runs, strict=True):
+        assert (compiled - eager).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("adapt_epochs", 0, "must be at least 1, got 0"),
+        ("adapt_minibatches", 0, "must be at least 1, got 0"),
+        ("min_frames", 0, "must be at least 1, got 0"),
+        ("adapt_learning_rate", 0.0, "must be positive, got 0.0"),
+        ("finetune_learning_rate", -1.0, "must be positive, got -1.0"),
+        ("finetune_target_kl", 0.0, "must be positive, got 0.0"),
+        ("train_share", 0.0, "must lie in (0, 1], got 0.0"),
+        ("train_share", 1.5, "must lie in (0, 1], got 1.5"),
+        ("ema_tau", 1.1, "must lie in (0, 1], got 1.1"),
+        ("encoder_penalty", -0.1, "must not be negative, got -0.1"),
+        ("phase", "fintune", "must be one of ['both', 'train', 'finetune'], got 'fintune'. Did you mean 'finetune'?"),
+        ("clip", 2.0, "must lie in (0, 1), got 2.0"),
+        ("adapt_epochs", 1.5, "must be a whole number, got 1.5"),
+    ],
+)
+def test_impossible_options_are_refused(field: str, value: Any, rule: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"algo.{field} {rule}")):
+        PPOROAConfig(**{field: value})
+
+
+def test_more_minibatches_than_samples_are_refused() -> None:
+    algorithm, batch = setup(adapt_minibatches=65)
+    with pytest.raises(ConfigError, match="algo.adapt_minibatches is 65, but the rollout has 64 samples"):
+        algorithm.update(batch)
+    with pytest.raises(ConfigError, match="algo.adapt_minibatches is 65, but a rollout has 64 samples"):
+        Config(
+            algo=PPOROAConfig(num_steps=8, adapt_minibatches=65),
+            task=TaskConfig(num_envs=8),
+            policy=make_roa_section(),
+        )
+
+
+def make_roa_section() -> Any:
+    from apexrl.config import PolicyConfig
+
+    return PolicyConfig(kind="roa")
+
+
+# Resume
+
+
+def make_trainer(save_dir: Path, **options: Any) -> Trainer:
+    algorithm = make_roa(phase="both", train_share=0.5, schedule="adaptive", encoder_penalty=0.1, **options)
+    env = make_env("payload", NUM_ENVS, max_episode_steps=13)
+    return Trainer(env, algorithm.policy, algorithm, TrainingConfig(save_interval=1, keep_checkpoints=0, seed=1),
+                   save_dir=save_dir)  # fmt: skip
+
+
+def learned(trainer: Trainer, num_iterations: int = 8) -> list[dict[str, float]]:
+    lines: list[dict[str, float]] = []
+
+    def note(_: Trainer, stats: dict[str, float]) -> None:
+        lines.append({name: value for name, value in stats.items() if not name.startswith("time/")})
+
+    trainer.add_callback("post_iteration", note)
+    trainer.learn(num_iterations * NUM_STEPS * NUM_ENVS)
+    return lines
+
+
+def test_resume_is_exact_on_both_sides_of_the_boundary_and_across_it(tmp_path: Path) -> None:
+    whole = make_trainer(tmp_path)
+    lines = learned(whole)
+    assert ["train/imitation_loss" in line for line in lines] == [True] * 4 + [False] * 4
+    # After 2: in train. After 3: the last update of train is to come. 4: just switched. 6: in finetune.
+    for iteration in (2, 3, 4, 6):
+        resumed = make_trainer(tmp_path / "unused", normalize_reward=False)
+        resumed.load_checkpoint(tmp_path / f"iteration_{iteration:06d}.pt")
+        assert isinstance(resumed.algorithm, PPOROA)
+        assert resumed.algorithm.phase == ("train" if iteration < 4 else "finetune")
+        assert learned(resumed) == lines[iteration:]
+        for name, value in whole.policy.state_dict().items():
+            assert torch.equal(resumed.policy.state_dict()[name], value), name
+
+
+def test_a_trainer_goes_back_from_finetune_to_a_checkpoint_of_train(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    lines = list(learned(trainer))
+    trainer.load_checkpoint("iteration_000002.pt")
+    assert trainer.iteration == 2
+    assert learned(trainer) == lines[2:]
+
+
+def test_a_checkpoint_that_does_not_fit_changes_neither_phase_nor_weights(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    learned(trainer)
+    content = torch.load(tmp_path / "iteration_000006.pt", weights_only=True)
+    content["algorithm"]["adapt"]["state"]["mean"] = torch.zeros(3)
+    torch.save(content, tmp_path / "broken.pt")
+    other = make_trainer(tmp_path / "unused")
+    assert isinstance(other.algorithm, PPOROA)
+    before = state(other.algorithm)
+    with pytest.raises(Exception, match=r"broken.pt cannot be used: its 'algorithm' does not fit"):
+        other.load_checkpoint(tmp_path / "broken.pt")
+    assert other.algorithm.phase == "train"
+    assert torch.equal(state(other.algorithm), before)
