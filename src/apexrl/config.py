@@ -322,15 +322,17 @@ def field_paths() -> list[str]:
 
 
 def field_help(section: type) -> dict[str, str]:
-    """Return the sentence below each field of a configuration class."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
-    assert isinstance(body, ast.ClassDef)
+    """Return the sentence below each field of a configuration class, inherited ones first."""
     found: dict[str, str] = {}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            if is_text:
-                found[statement.target.id] = str(following.value.value)  # type: ignore[attr-defined]
+    for cls in reversed(section.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in zip(body.body, body.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                if is_text:
+                    text = " ".join(str(following.value.value).split())  # type: ignore[attr-defined]
+                    found[statement.target.id] = text
     return found
 
 

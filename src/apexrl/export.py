@@ -70,14 +70,14 @@ class Exported:
 
 
 class DeployedPolicy(nn.Module):
-    """The deterministic policy as a function of plain tensors ``[B, ...]``, on the CPU.
+    """The deterministic policy as a function of plain tensors ``[B, ...]``.
 
     Takes the observation's tensors that the policy reads, then its recurrent state; returns the action, inside its
     bounds, and the next recurrent state. The environments of the package clip actions as well, so in them the
     clipping changes nothing.
 
     Args:
-        policy: copied; its normaliser is part of the function.
+        policy: in evaluation mode; its normaliser is part of the function.
         action_space: of one environment.
         obs: an example ``[B, ...]``.
     """
@@ -87,9 +87,9 @@ class DeployedPolicy(nn.Module):
 
     def __init__(self, policy: Policy, action_space: gym.Space[Any], obs: Observation) -> None:
         super().__init__()
-        self.policy = copy.deepcopy(policy).cpu().eval().requires_grad_(False)
-        self.paths = read_paths(self.policy, obs)
-        self.state_names = list(self.policy.initial_state(1))
+        self.policy = policy
+        self.paths = read_paths(policy, obs)
+        self.state_names = list(policy.initial_state(1))
         self.has_bounds = isinstance(action_space, gym.spaces.Box)
         if isinstance(action_space, gym.spaces.Box):
             self.register_buffer("low", torch.as_tensor(action_space.low, dtype=torch.float32).flatten())
@@ -125,55 +125,92 @@ class DeployedPolicy(nn.Module):
 def export_policy(source: Path, output: Path | None = None, formats: Sequence[str] = tuple(FILES)) -> Exported:
     """Write the newest checkpoint of a run, or one checkpoint, as files for deployment.
 
-    The files are tried on observations of the task before they get their names, so what is there works.
-
     Args:
         source: a run directory or a checkpoint.
         output: a directory; None for ``export`` in the run directory.
         formats: of ``onnx`` and ``torchscript``.
 
     Raises:
-        ExportError: when a package is missing, the policy needs privileged observations, or a file acts differently.
+        ExportError: as ``write_policy``.
     """
     _check_formats(formats)
     trained = run.load_trained(source)
     env = trained.make_env(NUM_ENVS)
     try:
-        policy = copy.deepcopy(trained.policy).cpu().eval()
-        batch = record(env, policy)
-        model = DeployedPolicy(policy, env.action_space, batch[OBSERVATION][0])
-        card = {**_origin(trained), **_describe(model, env, batch), "control": _control(env, trained.config.task)}
+        about = {**_origin(trained), "control": _control(env, trained.config.task)}
+        directory = _default_output(source) if output is None else output
+        return write_policy(trained.policy, env, directory, formats, about=about)
     finally:
         env.close()
+
+
+def write_policy(
+    policy: Policy,
+    env: VecEnv,
+    directory: Path,
+    formats: Sequence[str] = tuple(FILES),
+    *,
+    about: Mapping[str, Any] | None = None,
+) -> Exported:
+    """Write any policy as files for deployment; they are tried on the environment before they get their names.
+
+    Args:
+        policy: stays as it is.
+        env: of the policy's task; it is reset.
+        directory: made when it is not there.
+        formats: of ``onnx`` and ``torchscript``.
+        about: what the card says besides; plain values.
+
+    Raises:
+        ExportError: when a package is missing, the policy needs privileged observations, or a file acts differently.
+    """
+    _check_formats(formats)
+    policy = copy.deepcopy(policy).cpu().eval().requires_grad_(False)
+    batch = record(env, policy)
+    model = DeployedPolicy(policy, env.action_space, batch[OBSERVATION][0])
     privileged = [path for path in model.paths if path.split(".")[0] in PRIVILEGED_GROUPS]
     if privileged:
         raise ExportError(
-            f"The actor of {trained.checkpoint} sees {privileged}, which a robot cannot measure. Train with "
-            "policy.actor_groups that leave it out, or a student (algo.name ppo_roa)."
+            f"The actor sees {privileged}, which a robot cannot measure. Train with policy.actor_groups that leave it "
+            "out, or a student (algo.name ppo_roa)."
         )
-    directory = _default_output(source) if output is None else output
     with _staging(directory) as staging:
-        inputs = [*_observations(model, batch[0]), *model.policy.initial_state(NUM_ENVS).values()]
-        difference = {}
-        for name in formats:
-            load = _WRITERS[name](model, inputs, staging / FILES[name])
-            difference[name] = max(largest_difference(load, model, batch[:, :width]) for width in (NUM_ENVS, 1))
-            if not difference[name] < TOLERANCE:  # also when it is not a number
-                raise ExportError(
-                    f"{FILES[name]} was not kept: its actions differ from the policy's by {difference[name]:.1e}, "
-                    f"which is not below {TOLERANCE:.0e}. Please report this with the configuration of the run."
-                )
-        card["use"] = {name: _USES[name].format(inputs=_arguments(name, model)) for name in formats}
-        card["verification"] = {"observations": batch.numel(), "tolerance": TOLERANCE, "largest_difference": difference}
-        card["files"] = {FILES[name]: {"sha256": _sha256(staging / FILES[name])} for name in formats}
+        difference = {name: _write(model, batch, name, staging / FILES[name]) for name in formats}
+        card = {
+            "format": FORMAT,
+            "apexrl": apexrl.__version__,
+            **(about or {}),
+            **_describe(model, env, batch),
+            "use": {name: _USES[name].format(inputs=_arguments(name, model)) for name in formats},
+            "verification": {
+                "observations": batch.numel(),
+                "tolerance": TOLERANCE,
+                "largest_difference": difference,
+            },
+            "files": {FILES[name]: {"sha256": _sha256(staging / FILES[name])} for name in formats},
+        }
         (staging / CARD).write_text(_as_json(card), encoding="utf-8")
         if (directory / CARD).exists():
-            for name in set(FILES.values()) - set(card["files"]):
+            for name in set(FILES.values()) - {FILES[name] for name in formats}:
                 (directory / name).unlink(missing_ok=True)  # of an earlier export: the new card does not describe it
         # The card goes last: whoever finds its checksums right has a complete export.
-        for name in (*card["files"], CARD):
+        for name in (*(FILES[name] for name in formats), CARD):
             (staging / name).replace(directory / name)
     return Exported(directory, card)
+
+
+def _write(model: DeployedPolicy, batch: TensorDict, name: str, path: Path) -> float:
+    """Write one format and try it; returns the largest difference."""
+    num_envs = batch.shape[1]
+    inputs = [*_observations(model, batch[0]), *model.policy.initial_state(num_envs).values()]
+    written = _WRITERS[name](model, inputs, path)
+    difference = float(np.max([largest_difference(written, model, batch[:, :width]) for width in (num_envs, 1)]))
+    if not difference < TOLERANCE:  # also when it is not a number
+        raise ExportError(
+            f"{path.name} was not kept: its actions differ from the policy's by {difference:.1e}, which is not below "
+            f"{TOLERANCE:.0e}. Please report this with the configuration of the run."
+        )
+    return difference
 
 
 def record(env: VecEnv, policy: Policy) -> TensorDict:
@@ -209,7 +246,8 @@ def largest_difference(exported: Model, model: DeployedPolicy, batch: TensorDict
     differences = []
     for step in batch.unbind(0):
         action, *states = exported([*_observations(model, step), *states])
-        states = [torch.where(step[DONE], 0.0, state) for state in states]
+        ended = step[DONE].squeeze(-1)
+        states = [state.masked_fill(ended.view(-1, *[1] * (state.ndim - 1)), 0.0) for state in states]
         wanted = model.clipped(step[ACTION]).double()
         differences.append(((action.double() - wanted).abs() / wanted.abs().clamp_min(1.0)).max())
     return float(torch.stack(differences).max())
@@ -239,6 +277,7 @@ def _staging(directory: Path) -> Iterator[Path]:
     """Give a directory inside ``directory`` for unfinished files, and leave nothing of it behind."""
     if directory.exists() and not directory.is_dir():
         raise RunDirError(f"--output {directory} is a file; name a directory.")
+    is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".part-", dir=directory) as name:
@@ -246,8 +285,9 @@ def _staging(directory: Path) -> Iterator[Path]:
     except PermissionError as error:
         raise RunDirError(f"--output {directory} cannot be written: {error.strerror}; name another.") from error
     finally:
-        with contextlib.suppress(OSError):  # not empty: finished, or an earlier export
-            directory.rmdir()
+        if is_new:
+            with contextlib.suppress(OSError):  # not empty: the export is finished
+                directory.rmdir()
 
 
 # The formats. Both go by a trace of one call: policies have no branches that depend on data. PyTorch has newer
@@ -334,9 +374,8 @@ def _as_json(card: Mapping[str, Any]) -> str:
 def _origin(trained: run.TrainedPolicy) -> dict[str, Any]:
     content = checkpoint.load(trained.checkpoint)
     return {
-        "format": FORMAT,
-        "apexrl": apexrl.__version__,
         "algorithm": trained.config.algo.name,
+        "policy": trained.config.policy.kind,
         "task": {"id": trained.config.task.id, "kwargs": trained.config.task.kwargs},
         "checkpoint": {
             "name": trained.checkpoint.name,

@@ -74,6 +74,19 @@ SAC = {
     "logging.log_interval": "1",
     **{name: value for name, value in COMMON.items() if name.split(".")[0] in ("training", "features")},
 }
+ROA = {
+    **COMMON,
+    "policy.encoder_dims": "[8]",
+    "policy.adapt_dims": "[8]",
+    "policy.normalize_obs": "true",
+    "algo.num_steps": "8",
+    "algo.adapt_minibatches": "2",
+    "algo.train_share": "0.55",  # nine iterations: the fifth is the last of train
+    "algo.encoder_penalty": "0.1",
+    "task.num_envs": "4",
+    "task.kwargs.max_episode_steps": "13",
+    "training.total_timesteps": "288",
+}
 LONG_LIFT = {**LIFT, "training.total_timesteps": "4800", "training.save_interval": "7", "training.eval_interval": "0"}
 
 
@@ -288,6 +301,17 @@ def test_sac_without_its_replay_buffer_goes_on_and_says_what_is_missing(tmp_path
     assert "learning goes on once 10 new steps are collected" in said
     learned = {line["iteration"]: "train/critic_loss" in line for line in numbers(tmp_path / "killed")}
     assert learned == {1: False, 2: True, 3: True, 4: False, 5: True, 6: True}
+
+
+def test_ppo_roa_comes_back_in_its_phase(tmp_path: Path) -> None:
+    assert train("payload_roa", ROA, tmp_path / "whole") == 0
+    # Killed in train before and after its checkpoint, between that and the boundary, right behind it, and in finetune.
+    update = "apexrl.algorithms.ppo_roa:PPOROA.update"
+    kills = [AFTER_LINE_2, AFTER_SAVE, Kill(update, 2), Kill(update, 3), AFTER_SAVE, Kill(update, 2, "before")]
+    killed_and_resumed("payload_roa", ROA, tmp_path / "killed", kills)
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    lines = numbers(tmp_path / "whole")
+    assert ["train/imitation_loss" in line for line in lines] == [True] * 5 + [False] * 4
 
 
 # Real signals to a real command

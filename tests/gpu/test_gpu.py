@@ -9,10 +9,13 @@ from torch import Tensor
 
 from apexrl import (
     PPO,
+    PPOROA,
     SAC,
     ActorCritic,
     PPOConfig,
+    PPOROAConfig,
     RecurrentActorCritic,
+    ROAPolicy,
     SACConfig,
     SACPolicy,
     SyncCollector,
@@ -43,7 +46,8 @@ def weights(trainer: Trainer) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("task", "recurrent"), [("lift", False), ("cartpole", False), ("pendulum", False), ("recall", True)]
+    ("task", "recurrent"),
+    [("lift", False), ("cartpole", False), ("pendulum", False), ("payload", False), ("recall", True)],
 )
 def test_graphs_equal_eager(task: str, recurrent: bool) -> None:
     runs = []
@@ -106,6 +110,94 @@ def test_a_captured_rollout_draws_new_random_numbers_each_time() -> None:
     trainer = make_trainer("lift", Acceleration())
     batches = [trainer.collector.collect(16)["action"].clone() for _ in range(6)]
     assert not torch.equal(batches[4], batches[5])
+
+
+# PPO-ROA, whose optimizers and graphs are new in each phase
+
+ROA_STEPS = 16 * 64
+"""Of one iteration."""
+
+
+def make_roa_trainer(acceleration: Acceleration, save_dir: Path | None = None, **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    env = make_env("payload", 64, device="cuda")
+    policy = ROAPolicy.for_env(env, history=24, normalize_obs=True).cuda()
+    cfg = PPOROAConfig(num_steps=16, encoder_penalty=0.1, train_share=0.5, **options)
+    algorithm = PPOROA(policy, cfg, acceleration=acceleration)
+    collector = SyncCollector(
+        env, algorithm.rollout_policy, keep=PPOROA.required_keys, seed=0, acceleration=acceleration
+    )
+    training = TrainingConfig(save_interval=3, keep_checkpoints=0)
+    return Trainer(env, policy, algorithm, training, collector=collector, save_dir=save_dir)
+
+
+def roa_has_graphs(trainer: Trainer) -> bool:
+    assert isinstance(trainer.algorithm, PPOROA)
+    assert isinstance(trainer.collector, SyncCollector)
+    algorithm = trainer.algorithm
+    parts = [algorithm._captured_epoch, algorithm._captured_advantage, algorithm._captured_adapt_epoch]
+    parts += trainer.collector._captured.values()
+    return all(any(entry.graph is not None for entry in captured.entries.values()) for captured in parts)
+
+
+def test_roa_graphs_equal_eager_in_both_phases() -> None:
+    runs = []
+    for acceleration in (Acceleration(graphs=False), Acceleration()):
+        trainer = make_roa_trainer(acceleration)
+        stats: list[dict[str, float]] = []
+        captured: list[bool] = []
+        trainer.add_callback("post_iteration", lambda _, s, stats=stats: stats.append(s))
+        trainer.add_callback("pre_iteration", lambda t, captured=captured: captured.append(roa_has_graphs(t)))
+        trainer.learn(12 * ROA_STEPS)
+        assert captured[5] == acceleration.graphs  # before the last iteration of train
+        assert not captured[6]  # new in finetune
+        assert roa_has_graphs(trainer) == acceleration.graphs
+        assert ["train/imitation_loss" in s for s in stats] == [True] * 6 + [False] * 6
+        runs.append((weights(trainer), [{k: v for k, v in s.items() if not k.startswith("time/")} for s in stats]))
+    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-3, atol=1e-4)
+    for eager, graph in zip(runs[0][1], runs[1][1], strict=True):
+        assert eager.keys() == graph.keys()
+        for name in ("rollout/mean_reward", "train/adapt_loss"):
+            assert graph[name] == pytest.approx(eager[name], rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("phase", ["train", "finetune"])
+def test_roa_never_waits_for_the_device(phase: Any) -> None:
+    trainer = make_roa_trainer(Acceleration(), phase=phase)
+    trainer.learn(6 * ROA_STEPS)
+    assert roa_has_graphs(trainer)
+    before = weights(trainer).clone()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            metrics = trainer.algorithm.update(trainer.collector.collect(16))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert metrics["nonfinite"].item() == 0
+    assert not torch.equal(weights(trainer), before)
+
+
+def test_roa_trains_on_rollouts_that_change_their_shape() -> None:
+    # Back to the first shape: what was captured for its old memory must not be found again.
+    results = []
+    for acceleration in (Acceleration(graphs=False), Acceleration()):
+        trainer = make_roa_trainer(acceleration, phase="train")
+        torch.manual_seed(1)
+        for num_steps in (16, 16, 16, 8, 8, 8, 16, 16):
+            trainer.algorithm.update(trainer.collector.collect(num_steps).clone())
+        results.append(weights(trainer))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-4)
+
+
+def test_roa_resumes_across_the_boundary(tmp_path: Path) -> None:
+    whole = make_roa_trainer(Acceleration(), tmp_path)
+    whole.learn(12 * ROA_STEPS)
+    for iteration in (3, 6, 9):
+        resumed = make_roa_trainer(Acceleration())
+        resumed.load_checkpoint(tmp_path / f"iteration_{iteration:06d}.pt")
+        resumed.learn(12 * ROA_STEPS)
+        torch.testing.assert_close(weights(resumed), weights(whole), rtol=1e-3, atol=1e-4)
 
 
 # SAC, with its replay buffer on the device

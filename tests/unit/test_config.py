@@ -97,6 +97,7 @@ def test_overrides_replace_what_the_preset_says_and_leave_the_rest() -> None:
     assert config.task.id == "Acrobot-v1"
     assert config.task.num_envs == 8
     assert config.policy.hidden_dims == (32, 16)
+    assert isinstance(config.algo, PPOConfig)
     assert config.algo.target_kl is None
     assert config.training.device == "cuda:1"
     assert config.features.save_video is False
@@ -139,7 +140,7 @@ def test_numbers_in_scientific_notation_are_numbers_also_where_yaml_reads_text(t
         ({"task": {"kwargs": {"when": {1, 2}}}}, ["task.kwargs.when", "{1, 2}", "quote"]),
         ({"policy": {"hidden_dims": "64,64"}}, ["policy.hidden_dims", "[64, 64]", "'64,64'"]),
         ({"policy": {"hidden_dims": [64, "x"]}}, ["policy.hidden_dims.1", "integer", "'x'"]),
-        ({"policy": {"kind": "lstm"}}, ["policy.kind", "'mlp' or 'gru'", "'lstm'"]),
+        ({"policy": {"kind": "lstm"}}, ["policy.kind", "'mlp', 'gru' or 'roa'", "'lstm'"]),
         ({"features": {"save_video": "perhaps"}}, ["features.save_video", "boolean", "'perhaps'"]),
         ({"algo": {"learning_rate": "fast"}}, ["algo.learning_rate", "number", "'fast'"]),
         ({"algo": {"learning_rate": float("nan")}}, ["algo.learning_rate", "finite", "nan"]),
@@ -311,7 +312,7 @@ def _reads(sources: Iterable[Path]) -> set[tuple[str, str]]:
 
 
 def _unread(section: str, names: Iterable[str], reads: set[tuple[str, str]]) -> list[str]:
-    return [name for name in names if not {(section, name), ("cfg", name)} & reads]
+    return [name for name in names if not {(section, name), ("cfg", name), ("roa_cfg", name)} & reads]
 
 
 CLASSES = [(section, cls) for section, classes in SECTIONS.items() for cls in classes]

@@ -6,6 +6,8 @@ import hashlib
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from apexrl.cli import main
 from apexrl.config import TaskConfig, load_config
 from apexrl.envs import make_env
 from apexrl.models.encoder import leaves
+from apexrl.policies import ActorCritic
 from apexrl.rollout import initial_state, make_actor, rollout
 from apexrl.types import Carry
 
@@ -52,7 +55,7 @@ class Cameras(gym.Env[Any, Any]):
 
     def __init__(self, only_picture: bool = False) -> None:
         self.observation_space = CAMERA if only_picture else GROUPS
-        self.action_space = spaces.Box(np.float32([-1, -2]), np.float32([1, 0.5]))
+        self.action_space = spaces.Box(np.array([-0.3, -0.4], np.float32), np.array([0.3, 0.1], np.float32))
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -64,7 +67,7 @@ class Cameras(gym.Env[Any, Any]):
         return self.observation_space.sample(), 0.0, False, False, {}
 
 
-gym.register("apexrl-tests/Cameras-v0", Cameras, max_episode_steps=20)
+gym.register("apexrl-tests/Cameras-v0", lambda **kwargs: Cameras(**kwargs), max_episode_steps=20)
 
 KINDS: dict[str, tuple[str, dict[str, str]]] = {
     "lift": ("lift_ppo", {"policy.normalize_obs": "true", **ON_POLICY}),
@@ -88,17 +91,27 @@ KINDS: dict[str, tuple[str, dict[str, str]]] = {
     "gru on groups": ("lift_ppo", {"task.id": "apexrl-tests/Cameras-v0", "policy.kind": "gru", **ON_POLICY}),
     "sac": ("pendulum_sac", {"policy.normalize_obs": "true", "algo.batch_size": "8", "algo.learning_starts": "16"}),
     **{
-        f"roa {kind}": ("payload_roa", {"policy.history_kind": kind, "policy.normalize_obs": "true", **ON_POLICY})
+        f"roa {kind}": (
+            "payload_roa",
+            {
+                "policy.history_kind": kind,
+                "policy.adapt_dims": "[16]",
+                "policy.normalize_obs": "true",
+                **ON_POLICY,
+                "algo.num_steps": "32",  # longer than the window, so that every frame in it has varied
+                "training.total_timesteps": "128",
+            },
+        )
         for kind in ("mlp", "conv", "gru")
     },
 }
 INPUTS = {
     "lift": ["observation"],
     "cartpole": ["observation"],
-    "groups": ["robot.joints", "robot.gripper", "camera"],
+    "groups": ["camera", "robot.gripper", "robot.joints"],
     "picture": ["observation"],
     "gru": ["observation", "hidden"],
-    "gru on groups": ["robot.joints", "robot.gripper", "camera", "hidden"],
+    "gru on groups": ["camera", "robot.gripper", "robot.joints", "hidden"],
     "sac": ["observation"],
     "roa mlp": ["policy", "command", "object"],
     "roa conv": ["policy", "command", "object"],
@@ -114,7 +127,8 @@ def saved_run(directory: Path, kind: str, **more: str) -> Path:
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in trainer.policy.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+            # Larger biases would make the same choice everywhere.
+            parameter.add_((0.1 if parameter.ndim > 1 else 0.02) * torch.randn_like(parameter))
     trainer.save_checkpoint()
     trainer.close()
     return directory
@@ -193,7 +207,7 @@ def test_a_file_acts_as_the_policy_on_observations_of_the_task(
     print(f"{kind} {name}: largest difference {difference:.1e}")
     assert difference < 1e-5
     # The comparison means something: actions are not all alike.
-    assert torch.stack(wanted).double().std() > 0.1
+    assert torch.stack(wanted).double().std() > 0.05
     assert found[0].dtype == wanted[0].dtype
 
 
@@ -225,16 +239,16 @@ def test_memory_that_the_caller_carries_gives_the_same_episodes(
     print(f"{kind} {name} {num_envs}: largest difference {difference:.1e}")
     assert difference < 1e-5
     assert (theirs["hidden"] - ours["hidden"]).abs().max() < 1e-5
-    assert wanted.std() > 0.1
+    assert wanted.std() > 0.05
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_model_clips_as_the_environment_does(name: str, exported: Callable[[str], Path]) -> None:
     run_dir = exported("groups")
-    inputs = [torch.rand(500, 2) * 20 - 10, torch.rand(500), torch.zeros(500, 16, 16, 3, dtype=torch.uint8)]
+    inputs = [torch.zeros(500, 16, 16, 3, dtype=torch.uint8), torch.rand(500, 1), torch.rand(500, 2) * 20 - 10]
     action = MODELS[name](run_dir)(inputs)[0]
-    torch.testing.assert_close(action.amin(0), torch.tensor([-1.0, -2.0]), rtol=0, atol=0)
-    torch.testing.assert_close(action.amax(0), torch.tensor([1.0, 0.5]), rtol=0, atol=0)
+    torch.testing.assert_close(action.amin(0), torch.tensor([-0.3, -0.4]), rtol=0, atol=0)
+    torch.testing.assert_close(action.amax(0), torch.tensor([0.3, 0.1]), rtol=0, atol=0)
 
 
 def test_the_student_of_roa_is_the_slow_copy(exported: Callable[[str], Path]) -> None:
@@ -288,7 +302,7 @@ def test_the_card_says_what_the_files_are(exported: Callable[[str], Path]) -> No
     assert card["apexrl"] == "0.1.0"
     assert card["algorithm"] == "ppo_roa"
     assert card["task"] == {"id": "payload", "kwargs": {}}
-    assert card["checkpoint"] == {"name": "iteration_000001.pt", "iteration": 1, "total_steps": 32}
+    assert card["checkpoint"] == {"name": "iteration_000001.pt", "iteration": 1, "total_steps": 128}
     assert card["control"] == {"hz": 20.0, "source": "time step of the task"}
     window, command, _ = card["inputs"]
     assert window["shape"] == ["batch", 96]
@@ -313,7 +327,7 @@ def test_the_command_on_the_card_runs(exported: Callable[[str], Path], monkeypat
     monkeypatch.chdir(exported("gru on groups") / "export")
     values: dict[str, Any] = {
         "robot_joints": np.zeros((3, 2), np.float32),
-        "robot_gripper": np.zeros(3, np.float32),
+        "robot_gripper": np.zeros((3, 1), np.float32),
         "camera": np.zeros((3, 16, 16, 3), np.uint8),
         "hidden": np.zeros((3, 64), np.float32),
     }
@@ -332,7 +346,7 @@ def test_memory_and_choices_are_on_the_card(exported: Callable[[str], Path]) -> 
     assert "zeros when an episode starts" in card["inputs"][1]["meaning"]
     (action,) = card_of(exported("cartpole"))["outputs"]
     assert (action["dtype"], action["choices"], action["caller"]) == ("int64", [2], "nothing")
-    assert card_of(exported("groups"))["inputs"][2]["dtype"] == "uint8"
+    assert card_of(exported("groups"))["inputs"][0]["dtype"] == "uint8"
 
 
 @pytest.mark.parametrize(
@@ -360,6 +374,28 @@ def test_the_control_rate_is_the_tasks(task: str, hz: float | None) -> None:
     env.close()
 
 
+def test_any_policy_with_its_environment_can_be_written(tmp_path: Path) -> None:
+    env = make_env("lift", 3)
+    policy = ActorCritic.for_env(env)
+    policy.train()
+    exported = export.write_policy(policy, env, tmp_path / "here", ["torchscript"], about={"task": {"id": "mine"}})
+    assert json.loads((tmp_path / "here" / "policy.json").read_text()) == exported.card
+    assert (exported.card["task"], exported.card["verification"]["observations"]) == ({"id": "mine"}, 300)
+    # The policy itself goes on training.
+    assert policy.training
+    assert all(parameter.requires_grad for parameter in policy.parameters())
+
+
+def test_the_torchscript_file_needs_no_package_of_ours(exported: Callable[[str], Path]) -> None:
+    path = exported("roa gru") / "export" / "policy.pt"
+    code = (
+        "import sys, torch\nsys.modules['apexrl'] = sys.modules['tensordict'] = None\n"
+        f"print(torch.jit.load({str(path)!r})(torch.zeros(2, 96), torch.zeros(2, 2), torch.zeros(2, 1)).shape)"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "torch.Size([2, 2])\n"
+
+
 # What is refused
 
 
@@ -384,7 +420,7 @@ def small_run(tmp_path: Path) -> Path:
 @pytest.fixture
 def spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exported function differs from the policy by 2e-5 in every action."""
-    act = export.DeployedPolicy.forward
+    act: Any = export.DeployedPolicy.forward
     monkeypatch.setattr(export.DeployedPolicy, "forward", lambda self, *inputs: act(self, *inputs) + 2e-5)
 
 

@@ -153,6 +153,8 @@ class Trainer:
         """False while a rollout or an update is under way, when there is no state worth saving."""
         self._acting = algorithm.rollout_policy
         self._told: set[str] = set()
+        self._is_first = True
+        """No update has begun since this trainer was made."""
 
     def add_callback(self, event: str, handler: Callable[..., Any]) -> None:
         """Call ``handler`` at an event; see ``apexrl.agent.callbacks``."""
@@ -191,6 +193,10 @@ class Trainer:
         watch.mark("callbacks")
         if self.callbacks.wanted("post_rollout"):
             fire("post_rollout", self, _known(to_host(self._rollout_metrics(batch))))
+        if self._is_first:
+            self._is_first = False
+            if notice := self.algorithm.notice(batch):
+                self.tell(notice)
         fire("pre_update", self)
         watch.mark("update")
         self._between_steps = False

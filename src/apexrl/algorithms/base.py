@@ -45,6 +45,10 @@ class BaseAlgorithm(ABC):
         from there on; ``raise_if_diverged`` turns it into a report.
         """
 
+    def notice(self, batch: TensorDict) -> str | None:
+        """Return what the user should know before the first update with batches like this one."""
+        return None
+
     @classmethod
     def critic_options(cls, cfg: Any) -> dict[str, Any]:
         """Return the options of the critics that the algorithm's configuration holds."""

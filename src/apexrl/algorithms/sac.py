@@ -205,6 +205,15 @@ class SAC(BaseAlgorithm):
         """Return the options of the critics that the algorithm's configuration holds."""
         return {"num_critics": cfg.num_critics, "layer_norm": cfg.layer_norm, "dropout": cfg.dropout}
 
+    def notice(self, batch: TensorDict) -> str | None:
+        """State the memory of the replay buffer before it is allocated, and whether it is saved."""
+        cfg = self.cfg
+        gigabytes = self.replay.bytes_for(batch, cfg.replay_capacity, cfg.priority_exponent) / 1e9
+        saved = (
+            "saved with every checkpoint" if cfg.save_replay else "not saved (algo.save_replay), so resume refills it"
+        )
+        return f"Replay: {cfg.replay_capacity:,} transitions, {gigabytes:.2f} GB on {self.replay.device}, {saved}."
+
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Put one rollout ``[T, N]`` into the replay buffer and take the gradient steps that it has earned."""
         self.check_batch(rollout)
