@@ -6,10 +6,6 @@ import contextlib
 import copy
 import hashlib
 import importlib.util
-import json
-import math
-import re
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,16 +22,13 @@ from torch import Tensor, nn
 import apexrl
 from apexrl import run
 from apexrl.agent import checkpoint
-from apexrl.config import TaskConfig
-from apexrl.envs import GymVecEnv, MujocoVecEnv, VecEnv, gym_make_fns
-from apexrl.envs.tasks.base import TensorTask
+from apexrl.envs import VecEnv
 from apexrl.errors import ConfigError, ExportError, RunDirError, did_you_mean
-from apexrl.models.actor import choice_sizes
-from apexrl.models.encoder import PRIVILEGED_GROUPS, is_picture, leaf_spaces, leaves
-from apexrl.models.normalizer import RunningNormalizer
+from apexrl.export_card import as_json, control, inputs_and_outputs
+from apexrl.models.encoder import PRIVILEGED_GROUPS, leaves
 from apexrl.policies import Policy
 from apexrl.rollout import initial_state, make_actor, rollout
-from apexrl.types import ACTION, CMD_KEY, DONE, OBJECT_KEY, OBS_KEY, OBSERVATION, Observation
+from apexrl.types import ACTION, DONE, OBSERVATION, Observation
 
 FORMAT = 1
 """Version of the card's layout."""
@@ -48,13 +41,6 @@ NUM_ENVS, NUM_STEPS = 4, 100
 """Of the rollout whose observations the files are tried on."""
 OPSET = 17
 """Of ONNX: everything that policies use exists in it, and runtimes from 2022 on read it."""
-MEANINGS = {
-    OBSERVATION: "what the task observes",
-    OBS_KEY: "what the robot measures",
-    CMD_KEY: "what the robot is asked to do",
-    OBJECT_KEY: "what is known about the object",
-}
-
 Model: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """An exported file that was read again: inputs in the card's order to outputs in the card's order."""
 
@@ -137,7 +123,7 @@ def export_policy(source: Path, output: Path | None = None, formats: Sequence[st
     trained = run.load_trained(source)
     env = trained.make_env(NUM_ENVS)
     try:
-        about = {**_origin(trained), "control": _control(env, trained.config.task)}
+        about = {**_origin(trained), "control": control(env, trained.config.task)}
         directory = _default_output(source) if output is None else output
         return write_policy(trained.policy, env, directory, formats, about=about)
     finally:
@@ -180,7 +166,7 @@ def write_policy(
             "format": FORMAT,
             "apexrl": apexrl.__version__,
             **(about or {}),
-            **_describe(model, env, batch),
+            **inputs_and_outputs(policy, model.paths, env, batch[0]),
             "use": {name: _USES[name].format(inputs=_arguments(name, model)) for name in formats},
             "verification": {
                 "observations": batch.numel(),
@@ -189,7 +175,7 @@ def write_policy(
             },
             "files": {FILES[name]: {"sha256": _sha256(staging / FILES[name])} for name in formats},
         }
-        (staging / CARD).write_text(_as_json(card), encoding="utf-8")
+        (staging / CARD).write_text(as_json(card), encoding="utf-8")
         if (directory / CARD).exists():
             for name in set(FILES.values()) - {FILES[name] for name in formats}:
                 (directory / name).unlink(missing_ok=True)  # of an earlier export: the new card does not describe it
@@ -362,15 +348,6 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-# The card
-
-
-def _as_json(card: Mapping[str, Any]) -> str:
-    """Return text for people: indented, but a list of plain values on one line."""
-    text = json.dumps(card, indent=2, allow_nan=False)
-    return re.sub(r"\[[^\[\]{}]*\]", lambda values: re.sub(r"\s*\n\s*", " ", values[0]), text) + "\n"
-
-
 def _origin(trained: run.TrainedPolicy) -> dict[str, Any]:
     content = checkpoint.load(trained.checkpoint)
     return {
@@ -383,88 +360,3 @@ def _origin(trained: run.TrainedPolicy) -> dict[str, Any]:
             "total_steps": content["total_steps"],
         },
     }
-
-
-def _describe(model: DeployedPolicy, env: VecEnv, batch: TensorDict) -> dict[str, Any]:
-    """Describe inputs and outputs, in the order in which the files have them."""
-    spaces = leaf_spaces(env.observation_space)
-    inputs = [
-        {
-            **_layout(path, tensor),
-            "group": path.split(".")[0],
-            "meaning": _meaning(path, spaces[path], model.policy),
-            "normalizer": _normalizer(path, model.policy),
-        }
-        for path, tensor in zip(model.paths, _observations(model, batch[0]), strict=True)
-    ]
-    states = model.policy.initial_state(1)
-    inputs += [
-        {**_layout(name, state), "meaning": f"memory: zeros when an episode starts, then next_{name} of the last call"}
-        for name, state in states.items()
-    ]
-    outputs = [{**_layout(ACTION, batch[ACTION][0]), **_action(env.action_space)}]
-    outputs += [
-        {**_layout(f"next_{name}", state), "meaning": f"give it to {name} at the next call"}
-        for name, state in states.items()
-    ]
-    return {"inputs": inputs, "outputs": outputs}
-
-
-def _layout(name: str, tensor: Tensor) -> dict[str, Any]:
-    return {"name": name, "shape": ["batch", *tensor.shape[1:]], "dtype": str(tensor.dtype).removeprefix("torch.")}
-
-
-def _meaning(path: str, space: gym.spaces.Box, policy: Policy) -> str:
-    if is_picture(space):
-        return "picture, 0 to 255, as the task gives it"
-    text = MEANINGS.get(path, f"observation '{path}' of the task")
-    history = getattr(policy, "history", 1)
-    if path == OBS_KEY and history > 1:
-        return f"{text}: {history} frames of {math.prod(space.shape) // history} numbers, the oldest first"
-    return text
-
-
-def _normalizer(path: str, policy: Policy) -> dict[str, Any] | None:
-    """Return what the model itself does to an input: ``clamp((x − mean) · scale, ±clip)``."""
-    name = path.replace(".", "/")
-    if policy.normalizer is None or name not in policy.normalizer.normalizers:
-        return None
-    statistics = policy.normalizer.normalizers[name]
-    assert isinstance(statistics, RunningNormalizer)
-    scale = (statistics.var + statistics.eps).rsqrt()
-    return {"inside": True, "mean": statistics.mean.tolist(), "scale": scale.tolist(), "clip": statistics.clip}
-
-
-def _action(space: gym.Space[Any]) -> dict[str, Any]:
-    sizes = choice_sizes(space)
-    shape = list(space.shape or ())
-    if sizes is not None:
-        start = np.broadcast_to(getattr(space, "start", 0), len(sizes)).ravel().tolist()
-        caller = f"add {start}: the task counts from there" if any(start) else "nothing"
-        return {"meaning": "index of each choice, from 0", "choices": sizes, "space_shape": shape, "caller": caller}
-    assert isinstance(space, gym.spaces.Box)
-    integer = np.issubdtype(space.low.dtype, np.integer)
-    return {
-        "meaning": "the deterministic action in the units of the task, clipped to low and high by the model",
-        "low": [float(x) if np.isfinite(x) else None for x in space.low.ravel()],
-        "high": [float(x) if np.isfinite(x) else None for x in space.high.ravel()],
-        "space_shape": shape,
-        "caller": "round to whole numbers" if integer else "nothing",
-    }
-
-
-def _control(env: VecEnv, task: TaskConfig) -> dict[str, Any]:
-    """Return how many actions a second the policy was trained to give, and who says so; None when nobody does."""
-    seconds, fps = None, None
-    if isinstance(env, TensorTask):
-        seconds = getattr(sys.modules[type(env).__module__], "DT", None)
-    elif isinstance(env, MujocoVecEnv):
-        seconds = env.models[0].opt.timestep * env.task.frame_skip
-    elif isinstance(env, GymVecEnv):
-        with contextlib.closing(gym_make_fns(task.id, 1, **task.kwargs)[0]()) as one:
-            seconds, fps = getattr(one.unwrapped, "dt", None), one.metadata.get("render_fps")
-    if isinstance(seconds, int | float) and seconds > 0:
-        return {"hz": round(1.0 / seconds, 6), "source": "time step of the task"}
-    if fps:
-        return {"hz": float(fps), "source": "render_fps of the task, which need not be its time step"}
-    return {"hz": None, "source": None}

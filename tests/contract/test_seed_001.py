@@ -32,6 +32,18 @@ def modules_that_differ(before: dict[str, Tensor], after: dict[str, Tensor]) -> 
     return {name.split(".")[0] for name, value in before.items() if not torch.equal(value, after[name])}
 
 
+def counted(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, calls: list[str] | None = None) -> list[str]:
+    """Note every call of a method in a list, which is returned."""
+    method, noted = getattr(owner, name), [] if calls is None else calls
+
+    def spy(argument: Any) -> Any:
+        noted.append(name)
+        return method(argument)
+
+    monkeypatch.setattr(owner, name, spy)
+    return noted
+
+
 class Uses:
     """Which modules run, and whether in train mode, while a function does."""
 
@@ -70,10 +82,9 @@ def test_the_complete_training_loop(phase: Any, monkeypatch: pytest.MonkeyPatch)
 
     rollout_policy = algorithm.get_rollout_policy("train")
     example, carry = rollout(env, rollout_policy.act, {"observation": env.reset(seed=0)}, 1)
-    data = torch.zeros_like(example.expand(T, N))
+    data: Any = torch.zeros_like(example.expand(T, N))  # type: ignore[arg-type]
     data_buf = data.transpose(0, 1)  # [N, T], a view: never a second layout
-    step_of_env, steps = env.step, []
-    monkeypatch.setattr(env, "step", lambda action: (steps.append(1), step_of_env(action))[1])
+    steps = counted(env, "step", monkeypatch)
     for iteration in range(2):
         before = everything(policy)
         # ROLLOUT
@@ -157,10 +168,8 @@ def test_train_op_runs_the_documented_epochs_and_minibatches(monkeypatch: pytest
     env = make_env("payload", N)
     policy = make_policy(env)
     algorithm = PPOROA(policy, PPOROAConfig())
-    calls: list[str] = []
-    for name in ("_run_step", "_run_adapt_step"):
-        step = getattr(algorithm, name)
-        monkeypatch.setattr(algorithm, name, lambda batch, n=name, s=step: (calls.append(n), s(batch)))
+    calls = counted(algorithm, "_run_step", monkeypatch)
+    counted(algorithm, "_run_adapt_step", monkeypatch, calls)
     algorithm.train_op(Trainer(env, policy, algorithm).collector.collect(T))
     assert calls == ["_run_step"] * 5 * 4 + ["_run_adapt_step"] * 2 * 4
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import apexrl
+from apexrl.algorithms import PPOConfig
 from apexrl.cli import main
 from apexrl.config import (
     SECTIONS,

@@ -22,7 +22,7 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl import export, run
+from apexrl import export, export_card, run
 from apexrl.cli import main
 from apexrl.config import TaskConfig, load_config
 from apexrl.envs import make_env
@@ -360,7 +360,7 @@ def test_memory_and_choices_are_on_the_card(exported: Callable[[str], Path]) -> 
     ],
 )
 def test_the_card_says_what_the_caller_does_with_an_action(space: gym.Space[Any], wanted: dict[str, Any]) -> None:
-    assert wanted.items() <= export._action(space).items()
+    assert wanted.items() <= export_card.action_entry(space).items()
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_the_card_says_what_the_caller_does_with_an_action(space: gym.Space[Any]
 )  # fmt: skip
 def test_the_control_rate_is_the_tasks(task: str, hz: float | None) -> None:
     env = make_env(task, 1)
-    assert export._control(env, TaskConfig(id=task))["hz"] == hz
+    assert export_card.control(env, TaskConfig(id=task))["hz"] == hz
     env.close()
 
 

@@ -40,9 +40,14 @@ def make_roa(
     torch.manual_seed(0)
     policy = ROAPolicy.for_env(make_env("payload", 1), history=24, **layers, normalize_obs=normalize_obs)
     with torch.no_grad():
-        policy.actor.action_head.log_std.fill_(-0.5)
+        log_std(policy.actor).fill_(-0.5)
     defaults = {"num_steps": NUM_STEPS, "num_epochs": 2, "num_minibatches": 2, "adapt_minibatches": 2, "clip": 0.2}
     return PPOROA(policy, PPOROAConfig(**{**defaults, **options}), acceleration=acceleration)
+
+
+def log_std(actor: Any) -> Tensor:
+    found: Tensor = actor.action_head.log_std
+    return found
 
 
 def make_collector(algorithm: PPOROA, num_envs: int = NUM_ENVS) -> SyncCollector:
@@ -282,7 +287,7 @@ def test_both_goes_on_to_finetune_once_with_new_optimizers_and_the_teachers_nois
     algorithm, batch = setup(phase="both", train_share=0.6, learning_rate=2e-3)
     algorithm.update(batch)
     policy, optimizer = algorithm.roa, algorithm.optimizer
-    theirs, ours = policy.actor.action_head.log_std, policy.actor_adapt.action_head.log_std
+    theirs, ours = log_std(policy.actor), log_std(policy.actor_adapt)
     algorithm.adjust_learning_rate(0.59)
     assert (algorithm.phase, algorithm.optimizer) == ("train", optimizer)
     assert not torch.equal(ours, theirs)
@@ -325,7 +330,9 @@ def test_the_policy_that_acts() -> None:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_collection_goes_over_to_the_student_with_the_phase(in_background: bool) -> None:
+def test_collection_goes_over_to_the_student_with_the_phase(
+    in_background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     algorithm = make_roa(phase="both", train_share=0.5)
     env = make_env("payload", NUM_ENVS)
     keep: Any = PPOROA.required_keys
@@ -346,7 +353,7 @@ def test_collection_goes_over_to_the_student_with_the_phase(in_background: bool)
                 acted.append(name)
         return update(batch)
 
-    algorithm.update = spy  # type: ignore[method-assign]
+    monkeypatch.setattr(algorithm, "update", spy)
     try:
         trainer.learn(4 * NUM_STEPS * NUM_ENVS)
     finally:
