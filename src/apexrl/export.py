@@ -41,6 +41,7 @@ NUM_ENVS, NUM_STEPS = 4, 100
 """Of the rollout whose observations the files are tried on."""
 OPSET = 17
 """Of ONNX: everything that policies use exists in it, and runtimes from 2022 on read it."""
+
 Model: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """An exported file that was read again: inputs in the card's order to outputs in the card's order."""
 
@@ -74,6 +75,7 @@ class DeployedPolicy(nn.Module):
     def __init__(self, policy: Policy, action_space: gym.Space[Any], obs: Observation) -> None:
         super().__init__()
         self.policy = policy
+        self.has_groups = not isinstance(obs, Tensor)
         self.paths = read_paths(policy, obs)
         self.state_names = list(policy.initial_state(1))
         self.has_bounds = isinstance(action_space, gym.spaces.Box)
@@ -94,7 +96,7 @@ class DeployedPolicy(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Act; a policy without memory returns the action alone."""
         obs: Observation = inputs[0]
-        if self.paths != [OBSERVATION]:
+        if self.has_groups:
             obs = TensorDict({}, batch_size=[])
             for path, value in zip(self.paths, inputs, strict=False):
                 obs[tuple(path.split("."))] = value

@@ -96,10 +96,11 @@ def _normalizer(path: str, policy: Policy) -> dict[str, Any] | None:
 
 
 def action_entry(space: gym.Space[Any]) -> dict[str, Any]:
+    """Describe the action that the model gives, and what is left to its caller."""
     sizes = choice_sizes(space)
     shape = list(space.shape or ())
     if sizes is not None:
-        start = np.broadcast_to(getattr(space, "start", 0), len(sizes)).ravel().tolist()
+        start = np.broadcast_to(np.ravel(getattr(space, "start", 0)), len(sizes)).tolist()
         caller = f"add {start}: the task counts from there" if any(start) else "nothing"
         return {"meaning": "index of each choice, from 0", "choices": sizes, "space_shape": shape, "caller": caller}
     assert isinstance(space, gym.spaces.Box)

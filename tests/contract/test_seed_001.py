@@ -82,7 +82,7 @@ def test_the_complete_training_loop(phase: Any, monkeypatch: pytest.MonkeyPatch)
 
     rollout_policy = algorithm.get_rollout_policy("train")
     example, carry = rollout(env, rollout_policy.act, {"observation": env.reset(seed=0)}, 1)
-    data: Any = torch.zeros_like(example.expand(T, N))  # type: ignore[arg-type]
+    data: Any = torch.zeros_like(example.expand(T, N))
     data_buf = data.transpose(0, 1)  # [N, T], a view: never a second layout
     steps = counted(env, "step", monkeypatch)
     for iteration in range(2):
