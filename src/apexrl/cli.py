@@ -369,7 +369,8 @@ def _plot(options: argparse.Namespace, _: Overrides) -> int:
 def _list(_: argparse.Namespace, __: Overrides) -> int:
     from apexrl.algorithms import ALGORITHMS
     from apexrl.config import preset_names, preset_summary
-    from apexrl.envs.mujoco_tasks import TASKS as MUJOCO_TASKS
+    from apexrl.envs.mujoco import TASKS as MUJOCO_TASKS
+    from apexrl.envs.mujoco_tasks import TASKS as GYMNASIUM_TASKS
     from apexrl.envs.tasks import TASKS
 
     print("Presets (apexrl train NAME):")
@@ -378,7 +379,9 @@ def _list(_: argparse.Namespace, __: Overrides) -> int:
     print("Tasks (--task.id NAME; any Gymnasium id works too):")
     for name, task in TASKS.items():
         print(f"  {name:18} {(task.__doc__ or '').splitlines()[0]}")
-    print(f"  {'mujoco/NAME':18} Gymnasium's {', '.join(MUJOCO_TASKS)}, faster and with threads.")
+    for name in [name for name in MUJOCO_TASKS if name not in GYMNASIUM_TASKS]:
+        print(f"  {f'mujoco/{name}':18} {(MUJOCO_TASKS[name].__doc__ or '').splitlines()[0]}")
+    print(f"  {'mujoco/NAME':18} Gymnasium's {', '.join(GYMNASIUM_TASKS)}, faster and with threads.")
     print("Algorithms (--algo.name NAME):")
     for name, (algorithm, _config) in ALGORITHMS.items():
         print(f"  {name:18} {(algorithm.__doc__ or '').splitlines()[0]}")

@@ -10,8 +10,8 @@ import torch
 from apexrl.envs.base import VecEnv
 from apexrl.envs.check import check_env
 from apexrl.envs.gymnasium import GymVecEnv, find_gym_id, gym_make_fns
+from apexrl.envs.mujoco import TASKS as MUJOCO_TASKS
 from apexrl.envs.mujoco import MujocoVecEnv
-from apexrl.envs.mujoco_tasks import TASKS as MUJOCO_TASKS
 from apexrl.envs.rsl import RslVecEnv, is_rsl_env
 from apexrl.errors import EnvError, did_you_mean
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from apexrl.envs.base import VecEnv
 from apexrl.envs.gym_group import Tree, make_buffers, map_tree
 from apexrl.envs.gymnasium import as_observation, step_to_device
+from apexrl.envs.mujoco_payload import AntPayload
 from apexrl.envs.mujoco_simulation import (
     Camera,
     Threads,
@@ -30,10 +31,14 @@ from apexrl.envs.mujoco_simulation import (
     num_cores,
     set_model_differences,
 )
-from apexrl.envs.mujoco_tasks import TASKS, Array, MujocoTask, Parts
+from apexrl.envs.mujoco_tasks import TASKS as GYMNASIUM_TASKS
+from apexrl.envs.mujoco_tasks import Array, MujocoTask, Parts
 from apexrl.errors import ConfigError, EnvError, EnvStateError, did_you_mean
 from apexrl.metrics import MetricSpec
 from apexrl.types import EnvStep, Observation
+
+TASKS: dict[str, type[MujocoTask]] = {**GYMNASIUM_TASKS, "AntPayload": AntPayload}
+"""The tasks by name."""
 
 
 class MujocoVecEnv(VecEnv):
@@ -49,16 +54,16 @@ class MujocoVecEnv(VecEnv):
 
     Args:
         task: the name of one of Gymnasium's tasks (``"HalfCheetah-v5"``, ``"Hopper-v5"``, ``"Walker2d-v5"``,
-            ``"Ant-v5"``, ``"Humanoid-v5"``), or a task of your own.
+            ``"Ant-v5"``, ``"Humanoid-v5"``), ``"AntPayload"``, or a task of your own.
         num_envs: N.
         device: where the tensors are wanted; the simulation runs on the CPU.
         num_threads: threads that simulate, this one included; one for each core unless told.
-        max_episode_steps: steps after which an episode is truncated.
+        max_episode_steps: steps after which an episode is truncated; the task's ``episode_steps`` unless told.
         models: one ``MjModel`` for each environment, all of the same sizes, instead of the task's.
         randomize: called with a copy of the model and a generator for each environment when it is made, to change
             masses, friction, motor strength and the like.
         randomize_seed: environment ``i`` gets the generator ``np.random.default_rng([randomize_seed, i])``.
-        **options: of the named task, as ``gymnasium.make`` takes them.
+        **options: of the named task; those of Gymnasium's are as ``gymnasium.make`` takes them.
 
     Raises:
         EnvError: for an unknown task or option, models that do not fit each other, or when MuJoCo is missing.
@@ -71,24 +76,28 @@ class MujocoVecEnv(VecEnv):
         *,
         device: torch.device | str = "cpu",
         num_threads: int | None = None,
-        max_episode_steps: int = 1000,
+        max_episode_steps: int | None = None,
         models: Sequence[Any] | None = None,
         randomize: Callable[[Any, np.random.Generator], None] | None = None,
         randomize_seed: int = 0,
         **options: Any,
     ) -> None:
+        self._mujoco = _load_mujoco()
+        self.task = _make_task(task, options)
+        max_episode_steps = self.task.episode_steps if max_episode_steps is None else max_episode_steps
         for name, value in (("num_envs", num_envs), ("max_episode_steps", max_episode_steps)):
             if not isinstance(value, int | np.integer):
                 raise ConfigError(f"MujocoVecEnv.{name} must be a whole number, got {value!r}")
             if value < 1:
                 raise ConfigError(f"MujocoVecEnv.{name} must be at least 1, got {value}")
-        self._mujoco = _load_mujoco()
-        self.task = _make_task(task, options)
         self.num_envs = num_envs
         self.device = torch.device(device)
         self.max_episode_steps: int = max_episode_steps
+        self._was_given_models = models is not None or randomize is not None
+        self._has_own_models = self._was_given_models or self.task.changes_model
+        if self.task.changes_model and randomize is None:
+            randomize = _only_copy
         self.models, self._base = make_models(self.task.load, num_envs, models, randomize, randomize_seed)
-        self._has_own_models = models is not None or randomize is not None
         self._data = [self._mujoco.MjData(model) for model in self.models]
         self._fields = [self._make_fields() for _ in range(2)]
         self._make_spaces_and_buffers()
@@ -113,7 +122,7 @@ class MujocoVecEnv(VecEnv):
         task, bounds = self.task, self.models[0].actuator_ctrlrange.astype(np.float32)
         self.observation_space = _parts_space(task.observe(self._fields[0][0]))
         self.action_space = spaces.Box(bounds[:, 0], bounds[:, 1], dtype=np.float32)
-        self._metric_specs = {name: MetricSpec(name) for name in task.terms}
+        self._metric_specs = dict(zip(task.terms, task.metrics, strict=True))
         buffers, _ = make_buffers(self.observation_space, self.action_space, self.num_envs, len(task.terms))
         self._buffers = buffers
         self._action = torch.from_numpy(buffers.action)
@@ -136,7 +145,7 @@ class MujocoVecEnv(VecEnv):
 
     @property
     def metric_specs(self) -> Mapping[str, MetricSpec]:
-        """The parts of the reward."""
+        """The parts of the reward, and what else the task measures."""
         return self._metric_specs
 
     def reset(self, seed: int | None = None) -> Observation:
@@ -170,6 +179,11 @@ class MujocoVecEnv(VecEnv):
         buffers.truncated[:, 0] = (self._elapsed >= self.max_episode_steps) & ~outcome.terminated
         for m, name in enumerate(task.terms):
             buffers.metric[m, :, 0] = outcome.terms[name]
+        memory = task.remember(after, buffers.action, self._generators)
+        if memory is not None:
+            after["userdata"][...] = memory
+            for data, row in zip(self._data, memory, strict=True):
+                data.userdata[:] = row
         _write(buffers.obs, task.observe(after))
 
         ended = np.flatnonzero(buffers.terminated | buffers.truncated)
@@ -208,6 +222,8 @@ class MujocoVecEnv(VecEnv):
                 array[i] = views[i]
         self._elapsed[rows] = 0
         self._write_rows(rows)
+        if self.task.changes_model:
+            self._close_camera()  # it has a copy of the model as it was
 
     def _write_rows(self, rows: NDArray[np.intp]) -> None:
         parts = self.task.observe({name: array[rows] for name, array in self._fields[0][0].items()})
@@ -224,7 +240,7 @@ class MujocoVecEnv(VecEnv):
             device=self.device,
             num_threads=self._requested_threads,
             max_episode_steps=self.max_episode_steps,
-            models=models if self._has_own_models else None,
+            models=models if self._was_given_models else None,
         )
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -267,6 +283,8 @@ class MujocoVecEnv(VecEnv):
             generator.bit_generator.state = json.loads(saved)
         self._was_reset = True
         self._write_rows(np.arange(self.num_envs))
+        if self._has_own_models:
+            self._close_camera()
 
     def _check_state(self, state: Mapping[str, Any], fields: Mapping[str, Array]) -> None:
         name = type(self.task).__name__
@@ -324,6 +342,10 @@ def _load_mujoco() -> Any:
         return importlib.import_module("mujoco")
     except ImportError as error:
         raise EnvError("MuJoCo is not installed. Install it with: pip install 'apexrl[mujoco]'") from error
+
+
+def _only_copy(model: Any, rng: np.random.Generator) -> None:
+    """Leave the copy of a model as it is."""
 
 
 def _make_task(task: str | MujocoTask, options: dict[str, Any]) -> MujocoTask:

@@ -79,8 +79,10 @@ def _parameters(model: Any) -> dict[str, tuple[Any, str]]:
     """Where the numbers of a model are: the object that has them and the attribute, by name."""
     arrays = [name for name in dir(model) if not name.startswith("_")]
     found = {name: (model, name) for name in arrays if isinstance(getattr(model, name), np.ndarray)}
-    options = [name for name in dir(model.opt) if not name.startswith("_")]
-    return found | {f"opt.{name}": (model.opt, name) for name in options}
+    for part in ("opt", "stat"):  # the solver stops by the mean inertia of the latter
+        owner = getattr(model, part)
+        found |= {f"{part}.{name}": (owner, name) for name in dir(owner) if not name.startswith("_")}
+    return found
 
 
 def model_differences(base: Any, models: Sequence[Any]) -> dict[str, Tensor]:
@@ -97,11 +99,11 @@ def model_differences(base: Any, models: Sequence[Any]) -> dict[str, Tensor]:
 
 def set_model_differences(base: Any, models: Sequence[Any], saved: Mapping[str, Tensor]) -> None:
     """Make the models differ from ``base`` as ``model_differences`` says, and in nothing else."""
-    origin = _parameters(base)
+    origin, every = _parameters(base), [_parameters(model) for model in models]
     for name in {*saved, *model_differences(base, models)}:
         values = saved[name].cpu().numpy() if name in saved else [getattr(*origin[name])] * len(models)
-        for model, value in zip(models, values, strict=True):
-            owner, attribute = _parameters(model)[name]
+        for parameters, value in zip(every, values, strict=True):
+            owner, attribute = parameters[name]
             if isinstance(getattr(owner, attribute), np.ndarray):
                 getattr(owner, attribute)[...] = value
             else:

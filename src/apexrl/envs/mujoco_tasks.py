@@ -16,6 +16,8 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from apexrl.metrics import MetricSpec
+
 Array: TypeAlias = NDArray[Any]
 Fields: TypeAlias = Mapping[str, Array]
 """Arrays of ``MjData`` and ``MjModel`` by name, each with the environments as its first dimension."""
@@ -39,7 +41,8 @@ class MujocoTask(ABC):
     """A task on a MuJoCo model: how an episode begins, what is seen, what is earned, and when it ends.
 
     A task holds no state. What an episode needs beyond positions and velocities (a command, say) belongs in
-    ``data.userdata``, which is saved and restored with the rest of the simulation.
+    ``data.userdata``, which is saved and restored with the rest of the simulation; ``remember`` may change it at
+    every step.
     """
 
     data_fields: ClassVar[tuple[str, ...]] = ("qpos", "qvel")
@@ -51,9 +54,18 @@ class MujocoTask(ABC):
     """Parts of the reward that are reported as metrics."""
     needs_contact_forces: ClassVar[bool] = False
     """Whether ``cfrc_ext`` and other results of ``mj_rnePostConstraint`` are read."""
+    changes_model: ClassVar[bool] = False
+    """Whether ``begin`` changes the model, so that every environment needs its own."""
+    episode_steps: ClassVar[int] = 1000
+    """Steps after which an episode is truncated unless told."""
 
     frame_skip: int = 5
     """Simulation steps for one action."""
+
+    @property
+    def metrics(self) -> tuple[MetricSpec, ...]:
+        """How each of ``terms`` is logged, in their order."""
+        return tuple(MetricSpec(name) for name in self.terms)
 
     @abstractmethod
     def load(self) -> Any:
@@ -78,6 +90,33 @@ class MujocoTask(ABC):
             dt: ``[N]`` seconds that the step took.
         """
 
+    def remember(self, fields: Fields, action: Array, generators: Sequence[np.random.Generator]) -> Array | None:
+        """Return what ``data.userdata`` is to hold after a step, ``[N, nuserdata]``, or None to leave it.
+
+        A task that changes it has ``userdata`` among its ``data_fields``.
+
+        Args:
+            fields: those after the step, which ``outcome`` has judged and ``observe`` will see.
+            action: ``[N, A]`` float32, within its bounds.
+            generators: of the environments.
+        """
+        return None
+
+
+def asset_path(xml: str) -> str:
+    """Return where Gymnasium keeps a model."""
+    return str(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / xml)
+
+
+def for_one_robot(model: Any) -> Any:
+    """Return the model without the searches that find nothing where one robot of few bodies is alone."""
+    import mujoco
+
+    # It is one island of constraints: to look for more costs 7 %.
+    for flag in ("mjDSBL_ISLAND", "mjDSBL_MIDPHASE"):
+        model.opt.disableflags |= int(getattr(mujoco.mjtDisableBit, flag, 0))  # older versions lack the first
+    return model
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Locomotion(MujocoTask):
@@ -97,12 +136,7 @@ class _Locomotion(MujocoTask):
     def load(self) -> Any:
         import mujoco
 
-        assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
-        model = mujoco.MjModel.from_xml_path(str(assets / self.xml))
-        # One robot of few bodies is one island of constraints: to look for more costs 7 % and finds nothing.
-        for flag in ("mjDSBL_ISLAND", "mjDSBL_MIDPHASE"):
-            model.opt.disableflags |= int(getattr(mujoco.mjtDisableBit, flag, 0))  # older versions lack the first
-        return model
+        return for_one_robot(mujoco.MjModel.from_xml_path(asset_path(self.xml)))
 
     def begin(self, model: Any, data: Any, rng: np.random.Generator) -> None:
         scale = self.reset_noise_scale
