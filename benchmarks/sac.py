@@ -4,8 +4,9 @@
     python benchmarks/sac.py learning [--seeds 0,1,2] [--steps 100000] [--jobs 1]
 
 Both: one update a step (four steps, then four updates), batches of 256, networks 256-256. ``speed`` is on Pendulum-v1
-with one CPU thread, and on a GPU, where there is one, with the tensor task ``pendulum``: how many updates a second, as
-plain operations and as CUDA graphs. ``learning`` is on HalfCheetah-v5 with the preset ``halfcheetah_sac``.
+with one CPU thread; or, where there is a GPU, on the tensor task ``pendulum`` there, alone and with 1,024 environments,
+eight updates after four steps of each: how many updates a second, as plain operations and as CUDA graphs.
+``learning`` is on HalfCheetah-v5 with the preset ``halfcheetah_sac``.
 """
 
 from __future__ import annotations

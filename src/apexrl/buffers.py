@@ -173,15 +173,21 @@ class ReplayBuffer:
             "index": index,
         }
 
-    def set_priorities(self, index: Tensor, td_error: Tensor) -> None:
-        """Draw transitions from now on by their TD errors, ``[B]`` or ``[B, 1]``; without priorities, do nothing."""
+    def set_priorities(self, index: Tensor, td_error: Tensor, weight: Tensor | None = None) -> None:
+        """Draw transitions from now on by their TD errors, ``[B]`` or ``[B, 1]``; without priorities, do nothing.
+
+        With the ``weight`` of the sample, those of weight 0, whose successor is lost, are not drawn again.
+        """
         tree = self._filled_storage().tree
         if tree is None:
             return
         priority = (td_error.detach().reshape(-1).double().abs() + MIN_ERROR) ** self.priority_exponent
         self._max_priority.copy_(torch.maximum(self._max_priority, priority.amax()))
         # A row that was overwritten since it was drawn may be the row of successors now, which is never drawn.
-        tree.set(index, torch.where(tree.get(index) > 0, priority, 0.0))
+        known = tree.get(index) > 0
+        if weight is not None:
+            known = known & (weight.reshape(-1) > 0)
+        tree.set(index, torch.where(known, priority, 0.0))
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that is held as plain tensors and numbers; memory not filled yet is left out."""
@@ -197,8 +203,9 @@ class ReplayBuffer:
             "num_envs": storage.num_envs,
             "max_rows": storage.num_rows - 1,
             "newest_final": newest_final,
-            "rows": {name: rows[:num_rows].clone() for name, rows in storage.rows.items()},
-            "finals": {name: finals[:num_finals].clone() for name, finals in storage.finals.items()},
+            # In main memory, whatever the device: a copy beside the buffer might not fit there.
+            "rows": {name: rows[:num_rows].to("cpu", copy=True) for name, rows in storage.rows.items()},
+            "finals": {name: finals[:num_finals].to("cpu", copy=True) for name, finals in storage.finals.items()},
             "max_priority": self._max_priority.clone(),
             "priority": [] if storage.tree is None else storage.tree.state(num_rows * storage.num_envs),
         }

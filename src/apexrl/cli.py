@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(
             "apexrl: There is not enough memory. Lower task.num_envs, algo.num_steps, policy.hidden_dims, "
-            "policy.critic_hidden_dims or policy.memory_dim.",
+            "policy.critic_hidden_dims, policy.memory_dim or algo.replay_capacity.",
             file=sys.stderr,
         )
         return 2

@@ -30,6 +30,7 @@ from apexrl.policies import Policy
 
 # What may change when a run goes on: how long, how often, and where to; not what is learned.
 RESUMABLE_SECTIONS = ("training", "logging", "features")
+RESUMABLE_FIELDS = ("algo.save_replay",)
 FIXED_FIELDS = ("training.seed", "training.init_from")
 
 
@@ -119,7 +120,7 @@ def resumed_config(run_dir: Path, overrides: Iterable[tuple[str, str]] = ()) -> 
     before, after = make_config(stored), make_config(with_overrides(stored, overrides))
     for name, text in overrides:
         section, key, *_ = name.split(".")
-        is_fixed = section not in RESUMABLE_SECTIONS or name in FIXED_FIELDS
+        is_fixed = (section not in RESUMABLE_SECTIONS and name not in RESUMABLE_FIELDS) or name in FIXED_FIELDS
         if is_fixed and getattr(getattr(before, section), key) != getattr(getattr(after, section), key):
             raise ConfigError(
                 f"'--{name} {text}' cannot change when a run is resumed; only {', '.join(RESUMABLE_SECTIONS)} can "
@@ -189,7 +190,7 @@ def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), 
         )
     else:
         collector = SyncCollector(env, acting, keep=keep, seed=seed, acceleration=acceleration)
-    return Trainer(
+    trainer = Trainer(
         env,
         policy,
         algorithm,
@@ -203,6 +204,9 @@ def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), 
         save_step_csv=config.features.save_step_csv,
         config=config.to_dict(),
     )
+    if in_background and features.graphs and device.type == "cuda":
+        trainer.tell("training.collector async switches CUDA graphs off: another thread uses the device.")
+    return trainer
 
 
 @dataclass(frozen=True)

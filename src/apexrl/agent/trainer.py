@@ -17,18 +17,20 @@ from apexrl.agent import checkpoint
 from apexrl.agent.callbacks import Callbacks
 from apexrl.agent.signals import stop_on_signal
 from apexrl.algorithms.base import BaseAlgorithm
+from apexrl.collectors.async_ import AsyncCollector
 from apexrl.collectors.base import BaseCollector
 from apexrl.collectors.sync import SyncCollector
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.errors import CheckpointError, ConfigError, DivergenceError, EnvStateError
 from apexrl.evaluation import EvaluationResult, evaluate, save_step_csvs
-from apexrl.graphs import Stopwatch
+from apexrl.graphs import Acceleration, Stopwatch
 from apexrl.loggers import ConsoleLogger, Logger, append_json_line
 from apexrl.metrics import to_host, training_log_names
 from apexrl.policies.base import Policy
 from apexrl.rollout import LOG
 from apexrl.types import REWARD, VALUE
 
+NO_GRAPHS = Acceleration(graphs=False)
 EVAL_SEED_OFFSET = 1_000_003
 """Evaluation episodes are drawn from seeds that training does not use."""
 
@@ -123,6 +125,12 @@ class Trainer:
     ) -> None:
         if algorithm.policy is not policy:
             raise ConfigError("Trainer needs one policy: algorithm.policy is another object than policy.")
+        captures = policy.device.type == "cuda" and getattr(algorithm, "acceleration", NO_GRAPHS).graphs
+        if captures and isinstance(collector, AsyncCollector):
+            raise ConfigError(
+                "An algorithm must not capture CUDA graphs while AsyncCollector uses the device from another thread; "
+                "make it with acceleration=Acceleration(graphs=False)."
+            )
         if log_interval < 1:
             raise ConfigError(f"log_interval must be at least 1, got {log_interval}.")
         env = as_vec_env(env)

@@ -24,6 +24,9 @@ from apexrl.optim import FlatAdam, flatten
 from apexrl.policies import Policy, SACPolicy
 from apexrl.types import ACTION, NEXT_OBSERVATION, OBSERVATION, REWARD
 
+MAX_CAPACITY = 10**12
+"""Beyond what any machine holds: a typing mistake."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SACConfig:
@@ -38,7 +41,7 @@ class SACConfig:
     utd_ratio: float = 1.0
     """Gradient steps for each environment step; below 1 for many environments."""
     learning_starts: int = 1000
-    """Environment steps before the first gradient step."""
+    """Transitions in the replay buffer before the first gradient step."""
     replay_capacity: int = 1_000_000
     """Transitions that are kept; the oldest make room."""
     replay_device: Literal["auto", "cpu"] = "auto"
@@ -99,6 +102,7 @@ class SACConfig:
         for name in ("gamma", "importance_exponent"):
             require(name, 0 <= getattr(self, name) <= 1, "must lie in [0, 1]")
         require("tau", 0 < self.tau <= 1, "must lie in (0, 1]")
+        require("replay_capacity", self.replay_capacity <= MAX_CAPACITY, f"must be at most {MAX_CAPACITY}")
         require("dropout", 0 <= self.dropout < 1, "must lie in [0, 1)")
         require(
             "target_subset",
@@ -121,7 +125,8 @@ class SACConfig:
             )
 
 
-METRICS = ("loss", "critic_loss", "actor_loss", "temperature", "entropy", "q_value", "grad_norm", "actor_grad_norm")
+CRITIC_METRICS = ("critic_loss", "q_value", "grad_norm")
+ACTOR_METRICS = ("actor_loss", "temperature", "entropy", "actor_grad_norm")
 
 
 class SAC(BaseAlgorithm):
@@ -187,7 +192,8 @@ class SAC(BaseAlgorithm):
         }
         self._run_step = compiled(self._step, enabled=self.acceleration.compile)
         self._compiled_for: set[bool] = set()
-        self._progress = Progress(METRICS, here)
+        self._progress = Progress(CRITIC_METRICS, here)
+        self._actor_progress = Progress(ACTOR_METRICS, here)
         self._due = 0.0
         """Gradient steps that the environment steps so far have earned and that were not taken yet."""
         self._num_updates = 0
@@ -208,18 +214,22 @@ class SAC(BaseAlgorithm):
     def notice(self, batch: TensorDict) -> str | None:
         """State the memory of the replay buffer before it is allocated, and whether it is saved."""
         cfg = self.cfg
-        gigabytes = self.replay.bytes_for(batch, cfg.replay_capacity, cfg.priority_exponent) / 1e9
+        size = self.replay.bytes_for(batch, cfg.replay_capacity, cfg.priority_exponent) / 1e6
+        amount = f"{size / 1e3:.1f} GB" if size >= 1e3 else f"{size:.0f} MB"
         saved = (
-            "saved with every checkpoint" if cfg.save_replay else "not saved (algo.save_replay), so resume refills it"
+            "and once more in main memory while a checkpoint is written"
+            if cfg.save_replay
+            else "not saved (algo.save_replay), so a resumed run fills it anew"
         )
-        return f"Replay: {cfg.replay_capacity:,} transitions, {gigabytes:.2f} GB on {self.replay.device}, {saved}."
+        return f"Replay: {cfg.replay_capacity:,} transitions, {amount} on {self.replay.device}, {saved}."
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Put one rollout ``[T, N]`` into the replay buffer and take the gradient steps that it has earned."""
         self.check_batch(rollout)
         self.replay.add(rollout)
-        progress = self._progress
+        progress, actor_progress = self._progress, self._actor_progress
         progress.restart()
+        actor_progress.restart()
         # Noticed now, not when it happens to be drawn: the report can still name what is not finite.
         progress.nonfinite.copy_(_is_nonfinite(rollout))
         if len(self.replay) >= max(self.cfg.learning_starts, 1):
@@ -231,9 +241,15 @@ class SAC(BaseAlgorithm):
                 self._captured[self._num_updates % self.cfg.actor_interval == 0]()
             self.policy.eval()
         self.policy.update_normalizer(rollout[OBSERVATION], apply=progress.nonfinite == 0)
-        known = progress.sums[-1] > 0
+        # NaN stands for what no gradient step of this update says; the trainer leaves it out.
+        metrics = {
+            name: torch.where(part.sums[-1] > 0, mean, torch.nan)
+            for part in (progress, actor_progress)
+            for name, mean in part.means().items()
+        }
         return {
-            **{name: torch.where(known, mean, torch.nan) for name, mean in progress.means().items()},
+            "loss": metrics["critic_loss"] + metrics["actor_loss"].nan_to_num(0.0),
+            **metrics,
             "learning_rate": self.optimizers["actor"].learning_rate.clone(),
             "nonfinite": progress.nonfinite.clone(),
         }
@@ -248,7 +264,8 @@ class SAC(BaseAlgorithm):
         if self.acceleration.compile:
             self._compiled_for.add(with_actor)
         if self.cfg.priority_exponent > 0:
-            self.replay.set_priorities(index, td_error.to(self.replay.device))
+            here = self.replay.device
+            self.replay.set_priorities(index, td_error.to(here), batch["weight"].to(here))
 
     def _step(self, batch: Mapping[str, Any], with_actor: bool) -> Tensor:
         """Take one gradient step; returns the size of the critics' errors ``[B, 1]``."""
@@ -259,28 +276,30 @@ class SAC(BaseAlgorithm):
             "critics", lambda parameters: self._critic_loss(parameters, obs, batch, target)
         )
         norm = self._apply("critics", loss, gradient)
-        if with_actor:
-            self._actor_step(obs, temperature, loss, value, norm)
+        progress = self._progress
         with torch.no_grad():
-            follow = self.cfg.tau * (1.0 - self._progress.nonfinite)
+            progress.add(torch.stack((loss.detach(), value, norm)), taken=progress.nonfinite == 0)
+        if with_actor:
+            self._actor_step(obs, temperature)
+        with torch.no_grad():
+            follow = self.cfg.tau * (1.0 - progress.nonfinite)
             self.target_flat.lerp_(self.optimizers["critics"].flat, follow)
         error: Tensor = td_error
         return error
 
-    def _actor_step(self, obs: Any, temperature: Tensor, critic_loss: Tensor, value: Tensor, norm: Tensor) -> None:
-        """Step actor and temperature, and log the gradient step: metrics are means over steps with the actor."""
+    def _actor_step(self, obs: Any, temperature: Tensor) -> None:
+        """Step actor and temperature."""
         loss, log_prob, gradient = self._gradient(
             "actor", lambda parameters: self._actor_loss(parameters, obs, temperature)
         )
-        actor_norm = self._apply("actor", loss, gradient)
-        progress = self._progress
+        norm = self._apply("actor", loss, gradient)
+        nonfinite = self._progress.nonfinite
         with torch.no_grad():
             if self.cfg.learn_temperature:
                 gradient = temperature_gradient(log_prob, self.target_entropy)
-                self.optimizers["temperature"].step(gradient, gradient.norm(), progress.nonfinite)
-            entropy = -log_prob.mean()
-            metrics = (critic_loss + loss, critic_loss, loss, temperature, entropy, value, norm, actor_norm)
-            progress.add(torch.cat([metric.reshape(1) for metric in metrics]), taken=progress.nonfinite == 0)
+                self.optimizers["temperature"].step(gradient, gradient.norm(), nonfinite)
+            metrics = torch.stack((loss.detach(), temperature.squeeze(0), -log_prob.mean(), norm))
+            self._actor_progress.add(metrics, taken=nonfinite == 0)
 
     @torch.no_grad()
     def _target(self, batch: Mapping[str, Any], temperature: Tensor) -> Tensor:
@@ -362,7 +381,7 @@ class SAC(BaseAlgorithm):
                 for captured in self._captured.values():
                     captured.forget()
             self.replay.load_state_dict(state["replay"])
-        elif self._num_updates:
+        elif self._num_updates and not len(self.replay):
             warnings.warn(
                 "The checkpoint holds no replay buffer (algo.save_replay is false): learning goes on once "
                 f"{self.cfg.learning_starts:,} new steps are collected, so the run will differ from an uninterrupted "

@@ -54,7 +54,8 @@ class AsyncCollector(BaseCollector):
         keep: keys of the batch besides ``policy_version``; None keeps everything that on-policy learning can use.
         seed: of the first reset.
         max_staleness: how many versions old a rollout may be; 0 collects only while ``collect`` waits.
-        queue_size: rollouts that may wait to be handed out; the thread pauses when there are that many.
+        queue_size: rollouts that may wait to be handed out; the thread pauses when there are that many. As many as may
+            be stale, at least one, when not given.
         step_timeout: seconds without the end of an environment step after which ``collect`` raises.
         acceleration: as for ``SyncCollector``; graphs and compilation are left out.
     """
@@ -68,10 +69,11 @@ class AsyncCollector(BaseCollector):
         keep: Collection[str] | None = None,
         seed: int | None = None,
         max_staleness: int = 1,
-        queue_size: int = 1,
+        queue_size: int | None = None,
         step_timeout: float = 60.0,
         acceleration: Acceleration | None = None,
     ) -> None:
+        queue_size = max(1, max_staleness) if queue_size is None else queue_size
         for name, value, least in (("max_staleness", max_staleness, 0), ("queue_size", queue_size, 1)):
             if value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}.")
@@ -128,7 +130,9 @@ class AsyncCollector(BaseCollector):
         ``collect/overlap``: share of the collecting time in which the caller did not wait for it, since then.
         ``collect/queue``: rollouts that are ready now. ``collect/dropped``: rollouts dropped so far.
         """
-        numbers = {"collect/queue": float(len(self._thread.ready)), "collect/dropped": float(self._dropped)}
+        with self._thread.changed:
+            queue = float(len(self._thread.ready))
+        numbers = {"collect/queue": queue, "collect/dropped": float(self._dropped)}
         if self._num_taken:
             numbers["collect/staleness"] = self._age_sum / self._num_taken
             self._num_taken = self._age_sum = 0
@@ -322,8 +326,9 @@ class _CollectingThread:
                     patience = self.step_timeout - silence
                     if patience <= 0:
                         raise EnvError(
-                            f"{type(self.collector.env).__name__} hangs: no step has ended for {silence:.1f} s. "
-                            f"If a step may take that long, raise step_timeout (now {self.step_timeout:g} s)."
+                            f"{type(self.collector.env).__name__} hangs: no step or reset has ended for "
+                            f"{silence:.1f} s. If one may take that long, raise step_timeout "
+                            f"(now {self.step_timeout:g} s)."
                         )
                 self.changed.wait(patience)
         finally:
@@ -387,6 +392,7 @@ class _CollectingThread:
         collector.policy.load_state_dict(weights)
         if collector.carry is None:
             collector.start()
+            self.last_sign_of_life = time.monotonic()
         batch = collector.take_steps(n_steps)
         self.last_sign_of_life = time.monotonic()
         outcomes = batch.select(REWARD, DONE, METRIC, strict=False)

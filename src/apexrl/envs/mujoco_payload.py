@@ -31,6 +31,8 @@ RANGES: Final = {
     "offset": (-0.1, 0.1),
 }
 """What physics are drawn from unless told, and what the observations map to [-1, 1], whatever they are drawn from."""
+LOG_PAYLOAD_RANGE: Final = (math.log(25.0 * 0.16**3), math.log(150.0 * 0.32**3))
+"""The range of the object's log mass that follows from these."""
 
 
 class AntPhysics(NamedTuple):
@@ -191,7 +193,7 @@ class AntPayload(MujocoTask):
         """Return commands, steps until the next ones, and the frames with the newest."""
         memory = fields["userdata"]
         command, steps_left, frames = memory[:, :2].copy(), memory[:, 2:3] - 1, memory[:, 3:]
-        for i in np.flatnonzero(steps_left <= 0):
+        for i in np.flatnonzero(steps_left <= 0).tolist():
             command[i], steps_left[i] = self._draw_command(generators[i]), self.command_period
         frame = _frame(fields["qpos"], fields["qvel"], action)
         return np.concatenate((command, steps_left, frames[:, FRAME:], frame), 1)
@@ -201,12 +203,11 @@ class AntPayload(MujocoTask):
         body_mass, usual = fields["body_mass"], self._nominal
         # Before the first reset there is no mass.
         payload = np.log(np.maximum(body_mass[:, PAYLOAD], 1e-3))
-        lightest, heaviest = (math.log(d * (2 * h) ** 3) for d, h in zip(RANGES["density"], RANGES["size"], strict=True))
         priv = (
             _scaled(body_mass[:, TORSO] / usual.body_mass[TORSO], *RANGES["mass"]),
             _scaled(fields["geom_friction"][:, FLOOR_GEOM, 0], *RANGES["friction"]),
             _scaled(fields["actuator_gear"][:, 0, 0] / usual.actuator_gear[0, 0], *RANGES["strength"]),
-            _scaled(payload, lightest, heaviest),
+            _scaled(payload, *LOG_PAYLOAD_RANGE),
         )
         size = _scaled(fields["geom_size"][:, PAYLOAD_GEOM, :1], *RANGES["size"])
         place = _scaled(fields["body_pos"][:, PAYLOAD, :2], *RANGES["offset"])

@@ -46,7 +46,7 @@ class SACPolicy(Policy):
         normalize_obs: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(action_space, gym.spaces.Box) or not action_space.is_bounded():
+        if not isinstance(action_space, gym.spaces.Box) or not _has_width(action_space):
             raise ConfigError(f"SAC needs a Box of actions with bounds on every side, got {action_space}; use PPO.")
         actor_options = {"hidden_dims": (256, 256), "activation": "relu", **(actor_cfg or {})}
         if actor_options.get("distribution", "auto") not in ("auto", "squashed_gaussian"):
@@ -99,3 +99,10 @@ class SACPolicy(Policy):
     def _value_of(self, obs: Observation, action: Tensor) -> Tensor:
         value: Tensor = self.critics(self.normalized(obs), self.unit_action(action)).amin(0)
         return value
+
+
+def _has_width(box: gym.spaces.Box) -> bool:
+    """Say whether every side has two different, finite bounds."""
+    with np.errstate(over="ignore"):
+        width = box.high.astype(np.float32) - box.low.astype(np.float32)
+    return bool((np.isfinite(width) & (width > 0)).all())

@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from apexrl.envs import MujocoVecEnv, check_env, make_env
+from apexrl.envs.mujoco_payload import FRAME, AntPayload, AntPhysics
+from apexrl.errors import ConfigError, EnvError, EnvStateError
+
+mujoco: Any = pytest.importorskip("mujoco")
+
+HISTORY = 3
+GROUPS = {"policy": HISTORY * FRAME, "command": 2, "object": 3, "priv": 7}
+
+
+def make(num_envs: int = 2, **options: Any) -> MujocoVecEnv:
+    return MujocoVecEnv("AntPayload", num_envs, num_threads=1, **{"history": HISTORY, **options})
+
+
+def actions(num_steps: int, num_envs: int = 2, seed: int = 0) -> Tensor:
+    return torch.rand(num_steps, num_envs, 8, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def trace(env: MujocoVecEnv, moves: Tensor) -> list[dict[str, Tensor]]:
+    """All that each step says."""
+    steps = []
+    for action in moves:
+        step: Any = env.step(action)
+        done = step.terminated | step.truncated
+        seen = {name: step.obs[name].clone() for name in GROUPS}
+        if step.final_obs is not None:
+            seen |= {f"final_{name}": torch.where(done, step.final_obs[name], 0.0) for name in GROUPS}
+        steps.append({**seen, "reward": step.reward.clone(), "done": done.clone()})
+    return steps
+
+
+def assert_same(a: list[dict[str, Tensor]], b: list[dict[str, Tensor]]) -> None:
+    for ours, theirs in zip(a, b, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert torch.equal(ours[name], theirs[name]), name
+
+
+def true_frame(env: MujocoVecEnv, i: int, action: Tensor) -> Tensor:
+    """The newest frame of environment ``i`` by MuJoCo's own arithmetic."""
+    data = env._data[i]
+    matrix = np.empty(9)
+    mujoco.mju_quat2Mat(matrix, data.qpos[3:7])
+    gravity = matrix.reshape(3, 3).T @ [0.0, 0.0, -1.0]
+    parts = (data.qpos[7:], data.qvel[6:], gravity, data.qvel[3:6], action.numpy())
+    return torch.from_numpy(np.concatenate(parts)).float()
+
+
+def test_the_four_groups() -> None:
+    env: Any = make_env("mujoco/AntPayload", 3, num_threads=1)
+    assert {name: space.shape for name, space in env.observation_space.spaces.items()} == {
+        "policy": (10 * FRAME,), "command": (2,), "object": (3,), "priv": (7,),
+    }  # fmt: skip
+    assert env.action_space.shape == (8,)
+    assert env.max_episode_steps == 500
+    assert env.metric_specs["tracking_error"].reduce == "mean"
+    obs = env.reset(seed=0)
+    for name in ("command", "object"):
+        assert (obs[name].abs() <= 1).all()
+    assert (obs["priv"][:, :4].abs() <= 1).all()
+
+
+def test_the_contract_holds() -> None:
+    assert check_env(make(3, max_episode_steps=15, command_period=6), num_steps=40) == []
+
+
+def test_frames_stack_up_from_zeros_with_the_newest_last() -> None:
+    env = make(max_episode_steps=4)
+    obs: Any = env.reset(seed=0)
+    frames = [obs["policy"].clone().view(2, HISTORY, FRAME)]
+    assert (frames[0][:, :-1] == 0).all()
+    moves = actions(4)
+    for t in range(3):
+        step: Any = env.step(moves[t])
+        frames.append(step.obs["policy"].clone().view(2, HISTORY, FRAME))
+        torch.testing.assert_close(frames[-1][1, -1], true_frame(env, 1, moves[t][1]))
+        assert torch.equal(frames[-1][:, :-1], frames[-2][:, 1:])
+    last: Any = env.step(moves[3])
+    assert last.truncated.all()
+    final, fresh = (obs["policy"].view(2, HISTORY, FRAME) for obs in (last.final_obs, last.obs))
+    assert torch.equal(final[:, :-1], frames[-1][:, 1:])
+    assert torch.equal(final[:, -1, -8:], moves[3])
+    assert (fresh[:, :-1] == 0).all()
+    torch.testing.assert_close(fresh[0, -1], true_frame(env, 0, torch.zeros(8)))
+
+
+def test_a_command_lasts_its_period_from_a_random_phase() -> None:
+    env = make(8, command_period=5, command_speed=0.5)
+    obs: Any = env.reset(seed=0)
+    commands = [obs["command"].clone()] + [step["command"] for step in trace(env, torch.zeros(14, 8, 8))]
+    assert all((command.abs() <= 0.5).all() for command in commands)
+    changes = torch.stack([(a != b).any(1) for a, b in zip(commands[1:], commands[:-1], strict=True)])
+    first = changes.float().argmax(0)
+    assert len(first.unique()) > 1
+    for i, start in enumerate(first.tolist()):
+        assert changes[:, i].nonzero().flatten().tolist() == list(range(start, 14, 5))
+
+
+def test_physics_are_drawn_for_each_episode_from_the_seed() -> None:
+    def physics(env: MujocoVecEnv) -> Tensor:
+        fields = ("body_mass", "geom_friction", "actuator_gear", "geom_size", "body_pos")
+        return torch.stack([torch.cat([torch.tensor(getattr(m, f)).flatten() for f in fields]) for m in env.models])
+
+    def differ_in_all(a: Tensor, b: Tensor) -> bool:
+        parts = (1, 14, 15, 60, -3)  # a mass, the payload's mass, friction, gear, the payload's place
+        return all(bool(a[k] != b[k]) for k in parts)
+
+    env = make(3, max_episode_steps=1)
+    env.reset(seed=4)
+    first = physics(env)
+    env.step(torch.zeros(3, 8))
+    second = physics(env)
+    for i in range(3):
+        assert differ_in_all(first[i], second[i])
+        assert differ_in_all(first[i], first[(i + 1) % 3])
+    env.reset(seed=4)
+    assert torch.equal(physics(env), first)
+    usual, again = AntPayload().load(), make(1)
+    assert again.models[0] is not again._base
+    again.reset(seed=4)
+    np.testing.assert_array_equal(again._base.body_mass, usual.body_mass)
+    np.testing.assert_array_equal(physics(again)[0], first[0])
+
+
+def test_priv_and_object_tell_the_physics_of_the_model() -> None:
+    env = make(1)
+    env.reset(seed=0)
+    model, usual = env.models[0], AntPayload().load()
+    obs: Any = env.step(actions(1, 1)[0]).obs
+    # Ranges as in the docstring.
+    mass = model.body_mass[1:14].sum() / usual.body_mass[1:14].sum()
+    expected = [
+        (mass - 1.1) / 0.4,
+        (model.geom_friction[0, 0] - 0.8) / 0.4,
+        (model.actuator_gear[5, 0] / 150 - 0.9) / 0.4,
+    ]
+    torch.testing.assert_close(obs["priv"][0, :3], torch.tensor(expected, dtype=torch.float32))
+    payload, half = model.body("payload").mass.item(), model.geom("payload").size[0]
+    low, high = math.log(25 * 0.16**3), math.log(150 * 0.32**3)
+    assert float(obs["priv"][0, 3]) == pytest.approx(-1 + 2 * (math.log(payload) - low) / (high - low))
+    assert 25 <= payload / (2 * half) ** 3 <= 150
+    place = [(half - 0.12) / 0.04, *(model.body("payload").pos[:2] / 0.1)]
+    torch.testing.assert_close(obs["object"][0], torch.tensor(place, dtype=torch.float32))
+    velocity = np.empty(3)  # MuJoCo has the free joint's velocity in the world's axes
+    backwards = np.array([1.0, -1.0, -1.0, -1.0]) * env._data[0].qpos[3:7]
+    mujoco.mju_rotVecQuat(velocity, env._data[0].qvel[:3].copy(), backwards)
+    torch.testing.assert_close(obs["priv"][0, 4:], torch.tensor(velocity, dtype=torch.float32))
+
+
+def test_physics_changed_within_an_episode_are_observed() -> None:
+    task = AntPayload(history=HISTORY)
+    env = MujocoVecEnv(task, 2, num_threads=1)
+    env.reset(seed=0)
+    physics = AntPhysics(mass=0.7, friction=1.2, strength=0.9, size=0.16, payload=150 * 0.32**3, offset=(0.1, 0.0))
+    task.set_physics(env.models[1], physics, mujoco.MjData(env.models[1]))
+    obs: Any = env.step(torch.zeros(2, 8)).obs
+    torch.testing.assert_close(obs["priv"][1, :4], torch.tensor([-1.0, 1.0, 0.0, 1.0]))
+    torch.testing.assert_close(obs["object"][1], torch.tensor([1.0, 1.0, 0.0]))
+    weight = env.models[1].body_subtreemass[1]  # what MuJoCo derives from the masses
+    assert weight == pytest.approx(0.7 * task.load().body_mass[1:14].sum() + 150 * 0.32**3)
+    assert not torch.allclose(obs["priv"][0, :4], obs["priv"][1, :4])
+
+
+def test_motors_and_contacts_have_the_drawn_strength_and_friction() -> None:
+    def hip_speed(**ranges: Any) -> float:
+        env = make(1, reset_noise_scale=0.0, size_range=(0.1, 0.1), density_range=(50.0, 50.0), **ranges)
+        env.reset(seed=0)
+        obs: Any = env.step(torch.full((1, 8), 0.1)).obs
+        return float(obs["policy"][0, -FRAME + 8 : -FRAME + 16 : 2].abs().mean())
+
+    assert hip_speed(strength_range=(0.5, 0.5)) < 0.7 * hip_speed(strength_range=(1.3, 1.3))
+    env = make(1, friction_range=(0.5, 0.5))
+    env.reset(seed=0)
+    for _ in range(15):
+        env.step(torch.zeros(1, 8))
+    contacts = env._data[0].contact
+    assert len(contacts) > 0
+    assert contacts[0].friction[0] == 0.5
+
+
+def test_reward_of_one_step() -> None:
+    env = make(2, upright_weight=0.2, control_cost_weight=0.05, error_scale=0.3)
+    obs: Any = env.reset(seed=0)
+    for data in env._data:
+        data.qpos[3:7] = [math.sqrt(0.5), 0.0, 0.0, math.sqrt(0.5)]  # facing along the world's y
+        data.qvel[:3] = [0.4, 1.0, 0.0]
+    command = obs["command"].numpy().copy()
+    before = np.array([data.qpos[:2] for data in env._data])
+    action = actions(1)[0]
+    step = env.step(action)
+    for i, data in enumerate(env._data):
+        x, y = (data.qpos[:2] - before[i]) / 0.05
+        forward, up = np.empty(3), np.empty(3)
+        mujoco.mju_rotVecQuat(forward, np.array([1.0, 0.0, 0.0]), data.qpos[3:7])
+        mujoco.mju_rotVecQuat(up, np.array([0.0, 0.0, 1.0]), data.qpos[3:7])
+        ahead = forward[:2] / np.linalg.norm(forward[:2])
+        assert ahead[1] > 0.9
+        velocity = np.array([ahead @ [x, y], ahead @ [y, -x]])  # forward along y, left along -x
+        error = np.linalg.norm(velocity - command[i])
+        expected = 1 / (1 + error**2 / 0.09) + 0.2 * up[2] - 0.05 * float(action[i].square().sum())
+        assert float(step.reward[i]) == pytest.approx(expected, rel=1e-5)
+        assert float(step.metric["tracking_error"][i]) == pytest.approx(error, rel=1e-5)
+
+
+def test_it_ends_when_the_ant_falls() -> None:
+    env = make(5)
+    env.reset(seed=0)
+    before = env._fields[0][0]
+    after = {name: array.copy() for name, array in before.items()}
+    after["qpos"][:, 2] = [0.19, 1.01, 0.5, 0.5, 0.21]  # Gymnasium's bounds are 0.2 and 1
+    after["qpos"][2, 3:7] = [0.0, 1.0, 0.0, 0.0]  # on its back
+    after["qvel"][3, 0] = np.nan
+    outcome = env.task.outcome(before, after, np.zeros((5, 8), np.float32), np.full(5, 0.05))
+    assert outcome.terminated.tolist() == [True, True, True, True, False]
+    env._data[1].qpos[2] = 1.5
+    assert env.step(torch.zeros(5, 8)).terminated.flatten().tolist() == [False, True, False, False, False]
+
+
+def test_a_saved_state_has_the_same_future_in_a_new_environment() -> None:
+    options: dict[str, Any] = {"max_episode_steps": 12, "command_period": 5}
+    env = make(**options)
+    env.reset(seed=0)
+    trace(env, actions(8))
+    file = io.BytesIO()
+    torch.save(env.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    moves = actions(20, seed=1)
+    future = trace(env, moves)
+    assert any(step["done"].any() for step in future)
+    other = make(**options)
+    other.load_state_dict(state)
+    obs: Any = other._obs
+    assert torch.equal(obs["policy"].view(2, HISTORY, FRAME)[:, -1, -8:], actions(8)[-1])
+    assert other.models[0].stat.meaninertia != other._base.stat.meaninertia  # which the solver reads
+    assert_same(trace(other, moves), future)
+    env.load_state_dict(state)
+    assert_same(trace(env, moves), future)
+    with pytest.raises(EnvStateError, match="physics"):
+        make(history=4).load_state_dict(state)
+
+
+def test_spawn_draws_its_own_physics_around_the_same_robot() -> None:
+    env = make(1, max_episode_steps=7, strength_range=(0.5, 0.6))
+    env.reset(seed=0)
+    other = env.spawn(2)
+    assert (other.num_envs, other.max_episode_steps, other.task) == (2, 7, env.task)
+    before = env.models[0].body_mass.copy()
+    for _ in range(3):  # what is drawn does not add up
+        other.reset()
+    gears = [model.actuator_gear[0, 0] / 150 for model in other.models]
+    assert all(0.5 <= gear <= 0.6 for gear in gears)
+    np.testing.assert_array_equal(env.models[0].body_mass, before)
+
+
+def test_what_randomize_changes_stays() -> None:
+    def add_damping(model: Any, rng: np.random.Generator) -> None:
+        model.dof_damping[6:] = rng.uniform(2.0, 3.0)
+
+    env = make(2, randomize=add_damping)
+    damping = [model.dof_damping[6] for model in env.models]
+    env.reset(seed=0)
+    assert [model.dof_damping[6] for model in env.models] == damping
+    assert [model.dof_damping[6] for model in env.spawn(2).models] == damping
+    assert damping[0] != damping[1]
+
+
+def test_the_picture_shows_the_object_of_the_episode() -> None:
+    env = make(1, max_episode_steps=1, reset_noise_scale=0.0)
+    env.reset(seed=0)
+    try:
+        pictures = [env.render()]
+    except EnvError as error:
+        pytest.skip(str(error))
+    env.step(torch.zeros(1, 8))
+    pictures.append(env.render())  # the same pose with another object
+    assert not np.array_equal(*pictures)
+    env.close()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("history", 0), ("history", 2.5), ("command_period", 0), ("command_speed", -1.0), ("error_scale", 0.0),
+        ("upright_weight", math.nan), ("mass_range", (2.0, 1.0)), ("friction_range", 1.0),
+        ("density_range", (0.0, 1.0)), ("offset_range", (0.0, math.inf)), ("frame_skip", 0),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_named(option: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"AntPayload.{option}"):
+        make_env("mujoco/AntPayload", 1, **{option: value})
+
+
+def test_lists_from_a_file_are_ranges_too() -> None:
+    env = make(1, mass_range=[1.0, 1.0], offset_range=[0.0, 0.0])
+    env.reset(seed=0)
+    assert env.models[0].body_mass[1] == AntPayload().load().body_mass[1]
+
+
+def test_the_list_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    from apexrl.cli import main
+
+    assert main(["list"]) == 0
+    output = capsys.readouterr().out
+    assert "mujoco/AntPayload  Walk at a commanded velocity" in output
+    assert "ant_roa " in output
+
+
+def test_the_preset_trains(tmp_path: Path) -> None:
+    from apexrl.cli import main
+
+    small = {
+        "task.num_envs": 2, "policy.hidden_dims": "[8]", "policy.adapt_dims": "[8]", "algo.num_steps": 4,
+        "algo.num_epochs": 1, "algo.num_minibatches": 1, "algo.train_share": 0.5, "training.total_timesteps": 16,
+        "training.eval_interval": 0, "training.final_eval_episodes": 0, "training.device": "cpu",
+        "features.save_video": "false", "features.save_plot": "false",
+    }  # fmt: skip
+    words = [word for name, value in small.items() for word in (f"--{name}", str(value))]
+    assert main(["train", "ant_roa", "--run-dir", str(tmp_path / "run"), *words]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["total_steps"] for line in lines] == [8, 16]
+    assert ["train/policy_loss" in line for line in lines] == [True, False]  # the teacher's phase, then the student's
