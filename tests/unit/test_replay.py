@@ -562,3 +562,13 @@ def test_a_captured_sample_sees_what_is_added_later() -> None:
             assert reward == expected[int(observation)][0]
         buffer.set_priorities(sample["index"], sample["reward"])
     assert captured.enabled, "it was captured"
+
+
+def test_transitions_whose_successor_is_lost_are_not_drawn_again() -> None:
+    torch.manual_seed(0)
+    buffer = ReplayBuffer(32, priority_exponent=1.0)  # keeps two final observations
+    buffer.add(one_env(range(5), range(10, 15), [1] * 5, truncated=range(5)))
+    for _ in range(8):
+        sample = buffer.sample(16)
+        buffer.set_priorities(sample["index"], torch.ones(16), sample["weight"])
+    assert set(buffer.sample(64)["observation"].flatten().tolist()) == {3.0, 4.0}

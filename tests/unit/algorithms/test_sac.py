@@ -409,9 +409,9 @@ def test_errors_become_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[Tensor, Tensor]] = []
     set_priorities = algorithm.replay.set_priorities
 
-    def spy(index: Tensor, td_error: Tensor) -> None:
+    def spy(index: Tensor, td_error: Tensor, weight: Tensor) -> None:
         drawn.append((index, td_error))
-        set_priorities(index, td_error)
+        set_priorities(index, td_error, weight)
 
     monkeypatch.setattr(algorithm.replay, "set_priorities", spy)
     seen = seen_targets(algorithm, monkeypatch)
@@ -627,3 +627,19 @@ def test_a_state_from_before_learning_needs_no_warning_and_can_be_returned_to() 
         warnings.simplefilter("error")
         algorithm.load_state_dict(start)
     assert len(algorithm.replay) == 0
+
+
+def test_critics_are_logged_also_where_no_step_trains_the_actor() -> None:
+    algorithm, collector = setup(actor_interval=100, utd_ratio=0.125)
+    metrics = run(algorithm, collector)
+    assert metrics["critic_loss"].isfinite()
+    assert metrics["loss"] == metrics["critic_loss"]
+    assert metrics["actor_loss"].isnan()
+
+
+def test_the_memory_is_stated() -> None:
+    algorithm, collector = setup(replay_capacity=1_000_000)
+    text = algorithm.notice(collector.collect(4)) or ""
+    assert "1,000,000 transitions" in text
+    assert "MB on cpu" in text
+    assert "algo.save_replay" in text
