@@ -73,10 +73,11 @@ class OnPolicyRunner(Trainer):
     ) -> None:
         vec_env = as_vec_env(env)
         if agent is None:
-            known = [name for name, (cls, _) in ALGORITHMS.items() if cls.on_policy]
+            # Those that train an actor and a critic given as classes.
+            known = [name for name, (cls, _) in ALGORITHMS.items() if cls.on_policy and "mlp" in cls.policies]
             if algorithm not in known:
                 raise ConfigError(
-                    f"Unknown on-policy algorithm '{algorithm}'; known are {known}." + did_you_mean(algorithm, known)
+                    f"Unknown algorithm '{algorithm}'; known are {known}." + did_you_mean(algorithm, known)
                 )
             make: Any = ALGORITHMS[algorithm][0]
             agent = make(

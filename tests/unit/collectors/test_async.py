@@ -312,7 +312,9 @@ def test_an_environment_that_hangs_is_named_and_close_still_returns(wait: Callab
     collector.collect(3)
     wait_for(lambda: env.hangs)
     begin = time.monotonic()
-    with pytest.raises(EnvError, match=r"TestEnv hangs: no step has ended for 0\.\d s.*step_timeout \(now 0\.1 s\)"):
+    with pytest.raises(
+        EnvError, match=r"TestEnv hangs: no step or reset has ended for 0\.\d s.*step_timeout \(now 0\.1 s\)"
+    ):
         wait(collector)
     with pytest.raises(EnvError, match="hangs"):
         collector.collect(3)
