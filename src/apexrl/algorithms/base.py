@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.errors import ConfigError, DivergenceError, did_you_mean
+from apexrl.optim import FlatAdam
 from apexrl.policies.base import Policy
 from apexrl.types import ACTION, OBSERVATION, REWARD, SAMPLE_LOG_PROB
 
@@ -137,6 +138,14 @@ class Progress:
         # where, not a product: 0 · NaN is NaN
         self.sums[:-1].add_(torch.where(taken, metrics, 0.0))
         self.sums[-1:].add_(taken)
+
+    @torch.no_grad()
+    def apply(self, optimizer: FlatAdam, loss: Tensor, gradient: Tensor) -> Tensor:
+        """Step, unless this or an earlier gradient was not finite; returns the gradient's norm."""
+        norm: Tensor = gradient.norm()
+        self.nonfinite.copy_(torch.max(self.nonfinite, ~(loss + norm).isfinite()))
+        optimizer.step(gradient, norm, self.nonfinite)
+        return norm
 
     def means(self) -> dict[str, Tensor]:
         """Return the mean of each metric over the minibatches that took a step."""

@@ -213,7 +213,7 @@ class PPOROA(PPO):
             return (weight * error).sum() / weight.sum().clamp(min=1.0), guess.detach()
 
         loss, guess, gradient = self.adapt_optimizer.gradient_at(adapt_loss, functional=functional)
-        self._apply(self.adapt_optimizer, loss, gradient)
+        self._progress.apply(self.adapt_optimizer, loss, gradient)
         imitation = torch.zeros_like(loss)
         if self.student_optimizer is not None:
             with torch.no_grad():
@@ -224,7 +224,7 @@ class PPOROA(PPO):
                 return (given - wanted).square().mean(), given.detach()
 
             imitation, _, gradient = self.student_optimizer.gradient_at(imitation_loss, functional=functional)
-            self._apply(self.student_optimizer, imitation, gradient)
+            self._progress.apply(self.student_optimizer, imitation, gradient)
         with torch.no_grad():
             taken = self._progress.nonfinite == 0
             self._adapt_progress.add(torch.stack((loss.detach(), imitation.detach())), taken)
@@ -234,13 +234,6 @@ class PPOROA(PPO):
         frames = window.reshape(len(window), self.roa.history, -1)
         needed = min(self.roa_cfg.min_frames, self.roa.history)
         return ((frames != 0).any(-1).sum(-1, keepdim=True) >= needed).to(window.dtype)
-
-    def _apply(self, optimizer: FlatAdam, loss: Tensor, gradient: Tensor) -> None:
-        nonfinite = self._progress.nonfinite
-        with torch.no_grad():
-            norm = gradient.norm()
-            nonfinite.copy_(torch.max(nonfinite, ~(loss + norm).isfinite()))
-            optimizer.step(gradient, norm, nonfinite)
 
     def _penalty(self, parameters: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor | float:
         """Draw the encoder towards what can be inferred: λ mean((z − sg(ẑ))²), only in phase train."""

@@ -275,7 +275,7 @@ class SAC(BaseAlgorithm):
         loss, (value, td_error), gradient = self._gradient(
             "critics", lambda parameters: self._critic_loss(parameters, obs, batch, target)
         )
-        norm = self._apply("critics", loss, gradient)
+        norm = self._progress.apply(self.optimizers["critics"], loss, gradient)
         progress = self._progress
         with torch.no_grad():
             progress.add(torch.stack((loss.detach(), value, norm)), taken=progress.nonfinite == 0)
@@ -292,7 +292,7 @@ class SAC(BaseAlgorithm):
         loss, log_prob, gradient = self._gradient(
             "actor", lambda parameters: self._actor_loss(parameters, obs, temperature)
         )
-        norm = self._apply("actor", loss, gradient)
+        norm = self._progress.apply(self.optimizers["actor"], loss, gradient)
         nonfinite = self._progress.nonfinite
         with torch.no_grad():
             if self.cfg.learn_temperature:
@@ -337,15 +337,6 @@ class SAC(BaseAlgorithm):
 
     def _gradient(self, name: str, loss_at: Any) -> tuple[Tensor, Any, Tensor]:
         return self.optimizers[name].gradient_at(loss_at, functional=self.acceleration.compile)
-
-    def _apply(self, name: str, loss: Tensor, gradient: Tensor) -> Tensor:
-        """Step, unless this or an earlier gradient was not finite; returns the gradient's norm."""
-        nonfinite = self._progress.nonfinite
-        with torch.no_grad():
-            norm: Tensor = gradient.norm()
-            nonfinite.copy_(torch.max(nonfinite, ~(loss + norm).isfinite()))
-            self.optimizers[name].step(gradient, norm, nonfinite)
-        return norm
 
     def _autocast(self) -> torch.autocast:
         device = self.policy.device.type
