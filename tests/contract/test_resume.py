@@ -47,7 +47,7 @@ LIFT = {
     "task.num_envs": "4",
     "task.kwargs.max_episode_steps": "12",
     "algo.num_steps": "8",
-    "training.total_timesteps": "288",
+    "training.total_timesteps": "320",
 }
 CARTPOLE = {**COMMON, "task.num_envs": "3", "algo.num_steps": "16", "training.total_timesteps": "384"}
 HALFCHEETAH = {
@@ -81,11 +81,11 @@ ROA = {
     "policy.normalize_obs": "true",
     "algo.num_steps": "8",
     "algo.adapt_minibatches": "2",
-    "algo.train_share": "0.55",  # nine iterations: the fifth is the last of train
+    "algo.train_share": "0.55",  # nine iterations after the normaliser's rollout: the fifth is the last of train
     "algo.encoder_penalty": "0.1",
     "task.num_envs": "4",
     "task.kwargs.max_episode_steps": "13",
-    "training.total_timesteps": "288",
+    "training.total_timesteps": "320",
 }
 LONG_LIFT = {**LIFT, "training.total_timesteps": "4800", "training.save_interval": "7", "training.eval_interval": "0"}
 

@@ -179,7 +179,7 @@ def test_the_share_of_time_in_rollout_and_training_is_logged(tmp_path: Path) -> 
     policy = make_policy(env)
     algorithm = PPOROA(policy, PPOROAConfig(num_steps=8))
     trainer = Trainer(env, policy, algorithm, loggers=[JsonlLogger(tmp_path / "metrics.jsonl")])
-    trainer.learn(2 * 8 * N)
+    trainer.learn(3 * 8 * N)  # the first rollout teaches the normaliser
     trainer.close()
     lines = read_json_lines(tmp_path / "metrics.jsonl")
     assert len(lines) == 2

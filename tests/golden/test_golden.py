@@ -37,7 +37,7 @@ def trace(preset: str, run_dir: Path) -> list[dict[str, float]]:
     trainer = make_trainer(config, run_dir)
     records: list[dict[str, float]] = []
     trainer.add_callback("post_iteration", lambda _, stats: records.append({key: stats[key] for key in KEYS}))
-    trainer.learn(3 * config.algo.num_steps * config.task.num_envs)
+    trainer.learn((3 + config.policy.normalize_obs) * config.algo.num_steps * config.task.num_envs)
     trainer.close()
     torch.set_num_threads(threads)
     return records

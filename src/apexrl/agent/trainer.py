@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -26,9 +27,10 @@ from apexrl.evaluation import EvaluationResult, evaluate, save_step_csvs
 from apexrl.graphs import Acceleration, Stopwatch
 from apexrl.loggers import ConsoleLogger, Logger, append_json_line
 from apexrl.metrics import to_host, training_log_names
+from apexrl.models.encoder import leaves
 from apexrl.policies.base import Policy
 from apexrl.rollout import LOG
-from apexrl.types import REWARD, VALUE
+from apexrl.types import OBSERVATION, REWARD, VALUE, Observation
 
 NO_GRAPHS = Acceleration(graphs=False)
 EVAL_SEED_OFFSET = 1_000_003
@@ -41,6 +43,8 @@ class TrainingConfig:
 
     total_timesteps: int = 1_000_000
     """Environment steps, summed over environments, after which training ends."""
+    num_train_steps: int = 0
+    """Iterations after which training ends, whatever their steps; 0 leaves it to total_timesteps."""
     seed: int = 0
     """Of the environments; ``apexrl train`` also seeds the initial weights and the sampling with it."""
     device: str = "auto"
@@ -75,8 +79,8 @@ class TrainingConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"training.{name} must be at least 1, got {getattr(self, name)}.")
         for name in (
-            "seed", "num_threads", "max_staleness", "save_interval", "keep_checkpoints", "eval_interval",
-            "final_eval_episodes",
+            "num_train_steps", "seed", "num_threads", "max_staleness", "save_interval", "keep_checkpoints",
+            "eval_interval", "final_eval_episodes",
         ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ConfigError(f"training.{name} must not be negative, got {getattr(self, name)}.")
@@ -176,7 +180,8 @@ class Trainer:
         target = self.cfg.total_timesteps if total_timesteps is None else total_timesteps
         with stop_on_signal() as stop:
             try:
-                while self.total_steps < target and stop.signal_number is None:
+                self._teach_normalizer(target)
+                while self._progress(target) < 1.0 and stop.signal_number is None:
                     self._iterate(target)
             except DivergenceError as error:
                 raise DivergenceError(f"{error} {self._last_good()}") from error
@@ -185,6 +190,24 @@ class Trainer:
                 raise
             self._save_once()
             stop.raise_if_set()
+
+    def _progress(self, target: int) -> float:
+        """How much of the training is done, from 0 to 1."""
+        if self.cfg.num_train_steps:
+            return min(1.0, self.iteration / self.cfg.num_train_steps)
+        return min(1.0, self.total_steps / target)
+
+    def _teach_normalizer(self, target: int) -> None:
+        """Show a new normaliser one rollout before learning from any.
+
+        What networks learn from raw observations does not fit the normalised ones that would follow.
+        """
+        if self.total_steps >= target or not (self.algorithm.on_policy and self.policy.has_new_normalizer):
+            return
+        batch = self.collector.collect(self.algorithm.num_steps)
+        # What is not finite stays out; the first update will name it.
+        self.policy.update_normalizer(batch[OBSERVATION], apply=_is_finite(batch[OBSERVATION]))
+        self.total_steps += self.collector.steps_in(batch)
 
     def _iterate(self, target: int) -> None:
         fire = self.callbacks.fire
@@ -214,11 +237,12 @@ class Trainer:
         host = to_host(metrics)
         self.algorithm.raise_if_diverged({"nonfinite": host.pop("train/nonfinite", 0.0)}, batch)
         self.iteration += 1
-        self.total_steps += batch.shape[0] * batch.shape[1]
+        num_steps = self.collector.steps_in(batch)
+        self.total_steps += num_steps
         self._between_steps = True
-        self.algorithm.adjust_learning_rate(min(1.0, self.total_steps / target))
+        self.algorithm.adjust_learning_rate(self._progress(target))
         stats = {"iteration": self.iteration, "total_steps": self.total_steps, **_known(host)}
-        stats.update(_time_metrics(batch, watch.seconds()))
+        stats.update(_time_metrics(num_steps, watch.seconds()))
         fire("post_update", self, {k: v for k, v in stats.items() if k.startswith("train/")})
         self._record(stats, target)
         fire("post_iteration", self, stats)
@@ -235,7 +259,7 @@ class Trainer:
                 logger.log(stats)
             self.collector.episode_metrics.clear()
         for logger in self.loggers:
-            logger.progress(stats, target)
+            logger.progress(stats, self._progress(target))
 
     def _rollout_metrics(self, batch: TensorDict) -> dict[str, Tensor]:
         metrics = {"rollout/mean_reward": batch[REWARD].mean()}
@@ -409,15 +433,19 @@ class Trainer:
                 env.close()
 
 
+def _is_finite(obs: Observation) -> Tensor:
+    return torch.stack([leaf.isfinite().all() for leaf in leaves(obs).values()]).all()
+
+
 def _known(values: Mapping[str, float]) -> dict[str, float]:
     """Leave out what is not known in this iteration, such as the return when no episode ended."""
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
-def _time_metrics(batch: TensorDict, seconds: Mapping[str, float]) -> dict[str, float]:
+def _time_metrics(num_steps: int, seconds: Mapping[str, float]) -> dict[str, float]:
     total = seconds["rollout"] + seconds["update"]
     return {
-        "time/fps": batch.shape[0] * batch.shape[1] / total,
+        "time/fps": num_steps / total,
         "time/rollout_share": seconds["rollout"] / total,
         "time/update_share": seconds["update"] / total,
     }

@@ -25,6 +25,10 @@ class BaseCollector(ABC):
     def collect(self, n_steps: int, reset: bool = False) -> TensorDict:
         """Take ``n_steps`` in every environment; ``reset`` starts new episodes first and cuts the running ones."""
 
+    def steps_in(self, batch: TensorDict) -> int:
+        """Return how many environment steps a batch of ``collect`` stands for."""
+        return batch.shape[0] * batch.shape[1]
+
     def metrics(self) -> dict[str, float]:
         """Return numbers about the collecting itself, by their full log names; read once a logged iteration."""
         return {}

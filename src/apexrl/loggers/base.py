@@ -13,8 +13,8 @@ class Logger(ABC):
     def log(self, values: Mapping[str, float]) -> None:
         """Record the numbers of one logged iteration or evaluation."""
 
-    def progress(self, values: Mapping[str, float], target_steps: int) -> None:
-        """Show how far training is; called every iteration, also those that are not logged."""
+    def progress(self, values: Mapping[str, float], done: float) -> None:
+        """Show how far training is, ``done`` from 0 to 1; called every iteration, also those that are not logged."""
         return
 
     def message(self, text: str) -> None:

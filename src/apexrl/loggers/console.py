@@ -27,7 +27,7 @@ class ConsoleLogger(Logger):
         self.seconds_between_lines = seconds_between_lines
         self.seen: dict[str, float] = {}
         self.started = time.monotonic()
-        self.first_steps: float | None = None
+        self.first_done: float | None = None
         self.last_line = -float("inf")
         self.bar: Progress | None = None
         self.task: TaskID | None = None
@@ -36,21 +36,20 @@ class ConsoleLogger(Logger):
         """Remember the newest number of each kind."""
         self.seen.update(values)
 
-    def progress(self, values: Mapping[str, float], target_steps: int) -> None:
+    def progress(self, values: Mapping[str, float], done: float) -> None:
         """Move the bar, or print a line every few seconds and at the end."""
         self.seen.update(values)
-        if self.first_steps is None:
-            self.first_steps = values["total_steps"]
+        if self.first_done is None:
+            self.first_done = done
             self.started = time.monotonic()
         if self.console.is_terminal:
-            self._move_bar(values["total_steps"], target_steps)
+            self._move_bar(done)
             return
         now = time.monotonic()
-        if now - self.last_line >= self.seconds_between_lines or values["total_steps"] >= target_steps:
+        if now - self.last_line >= self.seconds_between_lines or done >= 1.0:
             self.last_line = now
-            left = self._seconds_left(values["total_steps"], target_steps)
             self.console.print(
-                f"steps {int(values['total_steps']):,}/{target_steps:,}  {self._status()}  left {left}",
+                f"{done:4.0%}  steps {int(values['total_steps']):,}  {self._status()}  left {self._seconds_left(done)}",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -72,15 +71,15 @@ class ConsoleLogger(Logger):
         ]
         return "  ".join(parts)
 
-    def _seconds_left(self, steps: float, target: int) -> str:
-        assert self.first_steps is not None
-        done = steps - self.first_steps
-        if done <= 0:
+    def _seconds_left(self, done: float) -> str:
+        assert self.first_done is not None
+        since = done - self.first_done
+        if since <= 0:
             return "?"
-        seconds = int((target - steps) * (time.monotonic() - self.started) / done)
-        return f"{max(seconds, 0) // 60}:{max(seconds, 0) % 60:02d}"
+        seconds = max(0, int((1.0 - done) * (time.monotonic() - self.started) / since))
+        return f"{seconds // 60}:{seconds % 60:02d}"
 
-    def _move_bar(self, steps: float, target: int) -> None:
+    def _move_bar(self, done: float) -> None:
         if self.bar is None:
             self.bar = Progress(
                 BarColumn(bar_width=24),
@@ -90,7 +89,7 @@ class ConsoleLogger(Logger):
                 TimeRemainingColumn(),
                 console=self.console,
             )
-            self.task = self.bar.add_task(self._status(), total=target, completed=int(steps))
+            self.task = self.bar.add_task(self._status(), total=1.0, completed=done)
             self.bar.start()
         assert self.task is not None
-        self.bar.update(self.task, completed=steps, total=target, description=self._status())
+        self.bar.update(self.task, completed=done, description=self._status())

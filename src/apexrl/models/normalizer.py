@@ -72,6 +72,10 @@ class ObservationNormalizer(nn.Module):
         """Normalise each vector."""
         return map_leaves(obs, {name.replace("/", "."): module for name, module in self.normalizers.items()})
 
+    def has_seen(self) -> bool:
+        """Whether every vector has statistics; reads them back from the device."""
+        return all(bool(normalizer.get_buffer("count") > 0) for normalizer in self.normalizers.values())
+
     def update(self, obs: Observation, apply: Tensor | None = None) -> None:
         """Merge the observations of a batch."""
         for path, leaf in leaves(obs).items():

@@ -110,6 +110,11 @@ class Policy(nn.Module, ABC):
         if self.normalizer is not None:
             self.normalizer.update(obs, apply)
 
+    @property
+    def has_new_normalizer(self) -> bool:
+        """Whether there is a normaliser, and it has seen nothing yet."""
+        return self.normalizer is not None and not self.normalizer.has_seen()
+
     def normalized(self, obs: Observation) -> Observation:
         """Normalise observations with the statistics as they are."""
         return obs if self.normalizer is None else self.normalizer(obs)

@@ -30,14 +30,14 @@ class Memory(Logger):
 
     def __init__(self) -> None:
         self.lines: list[dict[str, float]] = []
-        self.steps: list[tuple[float, int]] = []
+        self.steps: list[tuple[float, float]] = []
         self.messages: list[str] = []
 
     def log(self, values: Mapping[str, float]) -> None:
         self.lines.append(dict(values))
 
-    def progress(self, values: Mapping[str, float], target_steps: int) -> None:
-        self.steps.append((values["total_steps"], target_steps))
+    def progress(self, values: Mapping[str, float], done: float) -> None:
+        self.steps.append((values["total_steps"], done))
 
     def message(self, text: str) -> None:
         self.messages.append(text)
@@ -119,11 +119,37 @@ def test_training_ends_with_the_iteration_that_reaches_the_target() -> None:
     trainer, memory = make_trainer(scripted(), TrainingConfig(total_timesteps=20))
     trainer.learn()
     assert (trainer.iteration, trainer.total_steps) == (3, 24)
-    assert memory.steps == [(8, 20), (16, 20), (24, 20)]
+    assert memory.steps == [(8, 0.4), (16, 0.8), (24, 1.0)]
     trainer.learn()
     assert trainer.iteration == 3
     trainer.learn(32)
     assert trainer.total_steps == 32
+
+
+def test_a_new_normalizer_sees_a_rollout_before_anything_is_learned_from_one() -> None:
+    env = scripted()
+    policy = ActorCritic.for_env(env, normalize_obs=True)
+    assert policy.normalizer is not None
+    before = {name: value.clone() for name, value in policy.named_parameters()}
+    seen: list[bool] = []
+    trainer = Trainer(env, policy, PPO(policy=policy, cfg=PPOConfig(num_steps=4, num_minibatches=2)), TrainingConfig())
+
+    def note(_: Trainer) -> None:
+        unchanged = all(torch.equal(value, before[name]) for name, value in policy.named_parameters())
+        seen.append(unchanged and not policy.has_new_normalizer)
+
+    trainer.add_callback("pre_iteration", note)
+    trainer.learn(16)
+    assert (trainer.iteration, trainer.total_steps, seen) == (1, 16, [True])
+    trainer.learn(24)  # it is not new any more
+    assert (trainer.iteration, trainer.total_steps) == (2, 24)
+
+
+def test_learning_can_count_iterations_instead_of_steps() -> None:
+    trainer, memory = make_trainer(scripted(), TrainingConfig(total_timesteps=8, num_train_steps=4))
+    trainer.learn()
+    assert (trainer.iteration, trainer.total_steps) == (4, 32)
+    assert [done for _, done in memory.steps] == [0.25, 0.5, 0.75, 1.0]
 
 
 def test_log_interval_skips_lines_but_no_episodes() -> None:

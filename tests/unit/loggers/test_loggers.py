@@ -172,14 +172,14 @@ def test_without_a_terminal_there_are_plain_lines() -> None:
     console, file = _console(False)
     logger = ConsoleLogger(console, seconds_between_lines=0)
     logger.message("Training [lift] in /a/b[c]")
-    logger.progress({**NUMBERS, "iteration": 1, "total_steps": 500}, 3000)
-    logger.progress(NUMBERS, 3000)
+    logger.progress({**NUMBERS, "iteration": 1, "total_steps": 500}, 500 / 3000)
+    logger.progress(NUMBERS, 0.5)
     logger.close()
     first, *lines = file.getvalue().splitlines()
     assert first == "Training [lift] in /a/b[c]"
-    assert lines[0].startswith("steps 500/3,000  iteration 1  steps/s 12,346")
+    assert lines[0].startswith(" 17%  steps 500  iteration 1  steps/s 12,346")
     assert lines[0].endswith("left ?")
-    assert lines[1].startswith("steps 1,500/3,000  iteration 3  steps/s 12,346  return 12.3  success 26%")
+    assert lines[1].startswith(" 50%  steps 1,500  iteration 3  steps/s 12,346  return 12.3  success 26%")
     assert "\x1b" not in file.getvalue()
 
 
@@ -187,15 +187,15 @@ def test_plain_lines_come_every_few_seconds_and_at_the_end() -> None:
     console, file = _console(False)
     logger = ConsoleLogger(console, seconds_between_lines=1000)
     for steps in (100, 200, 300):
-        logger.progress({**NUMBERS, "total_steps": steps}, 300)
-    assert [line.split()[1] for line in file.getvalue().splitlines()] == ["100/300", "300/300"]
+        logger.progress({**NUMBERS, "total_steps": steps}, steps / 300)
+    assert [line.split()[0] for line in file.getvalue().splitlines()] == ["33%", "100%"]
 
 
 def test_numbers_of_iterations_that_had_none_are_remembered() -> None:
     console, file = _console(False)
     logger = ConsoleLogger(console, seconds_between_lines=0)
     logger.log({**NUMBERS, "eval/return": 99.94, "eval/success_rate": 1.0})
-    logger.progress({"iteration": 4, "total_steps": 2000}, 3000)
+    logger.progress({"iteration": 4, "total_steps": 2000}, 2 / 3)
     assert "iteration 4  steps/s 12,346  return 12.3  success 26%  eval 99.9  eval success 100%" in file.getvalue()
 
 
@@ -204,22 +204,22 @@ def test_the_time_left_follows_from_the_speed_so_far(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("apexrl.loggers.console.time.monotonic", lambda: now)
     console, file = _console(False)
     logger = ConsoleLogger(console, seconds_between_lines=0)
-    logger.progress({**NUMBERS, "total_steps": 1000}, 5000)  # a resumed run begins here
+    logger.progress({**NUMBERS, "total_steps": 1000}, 0.2)  # a resumed run begins here
     now = 30.0
-    logger.progress({**NUMBERS, "total_steps": 2000}, 5000)  # 1000 steps in 30 s, 3000 to go
+    logger.progress({**NUMBERS, "total_steps": 2000}, 0.4)  # 1000 steps in 30 s, 3000 to go
     assert file.getvalue().splitlines()[-1].endswith("left 1:30")
 
 
 def test_a_terminal_gets_a_bar() -> None:
     console, file = _console(True)
     logger = ConsoleLogger(console)
-    logger.progress(NUMBERS, 3000)
+    logger.progress(NUMBERS, 0.5)
     logger.message("a message above the bar")
-    logger.progress({**NUMBERS, "iteration": 6, "total_steps": 3000}, 3000)
+    logger.progress({**NUMBERS, "iteration": 6, "total_steps": 3000}, 1.0)
     logger.close()
     shown = file.getvalue()
     for part in ("50%", "100%", "iteration 3", "iteration 6", "return 12.3", "success 26%", "left", "a message above"):
         assert part in shown
-    assert "steps 1,500/3,000" not in shown
+    assert "steps 1,500" not in shown
     assert shown.rstrip("\n").endswith("\x1b[?25h")  # the cursor is shown again
     logger.close()  # twice does no harm
