@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from apexrl import PPO, PPOROA, ActorCritic, PPOConfig, PPOROAConfig, ROAPolicy, SyncCollector, Trainer, make_env
+from apexrl.adaptation import LARGE_CHANGE, guessed_and_true, mean_rewards, with_fixed_latent
 from apexrl.agent import TrainingConfig
 from apexrl.config import Config, load_config
 from apexrl.envs import VecEnv
@@ -54,38 +55,9 @@ class NewestFrameActor(MLPActor):
         return super().forward(newest)
 
 
-class Constant(nn.Module):
-    """A latent that never changes."""
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.value = value
-
-    def forward(self, obs: Any) -> Tensor:
-        return self.value.expand(*obs.shape, -1)
-
-
 def rewards(policy: Policy, **task_options: Any) -> Tensor:
     """Return the mean reward of every step ``[LENGTH]`` over the episodes, which are the same for every policy."""
-    env = make_env("payload", EPISODES, device=DEVICE, **task_options)
-    carry = {OBSERVATION: env.reset(seed=12345)}
-    policy.eval()
-    batch, _ = rollout(env, make_actor(policy, DEVICE, deterministic=True), carry, LENGTH, keep=())
-    means: Tensor = batch["reward"].mean((1, 2)).cpu()
-    return means
-
-
-def fixed_latent(policy: ROAPolicy) -> Policy:
-    """Return the student with its latent fixed to the mean of its guesses along its own episodes."""
-    env = make_env("payload", EPISODES, device=DEVICE)
-    carry = {OBSERVATION: env.reset(seed=777)}
-    actor = make_actor(policy, DEVICE, deterministic=True)
-    batch, _ = rollout(env, actor, carry, LENGTH, keep={OBSERVATION})
-    with torch.no_grad():
-        guesses = policy.adapt_ema(policy.normalized(batch[OBSERVATION].reshape(-1)))
-    blind: Any = copy.deepcopy(policy.student)
-    blind.latent = Constant(guesses.mean(0))
-    return blind  # type: ignore[no-any-return]
+    return mean_rewards(make_env("payload", EPISODES, device=DEVICE, **task_options), policy, LENGTH)
 
 
 def train(env: VecEnv, policy: Any, algorithm: Any, steps: int, seed: int, on_iteration: Any = None) -> None:
@@ -141,7 +113,7 @@ def one_seed(config: Config, seed: int) -> tuple[dict[str, Any], dict[str, list[
         "teacher": policy.teacher,
         "student before finetune": before["student"],
         "student": policy,
-        "student, latent fixed": fixed_latent(policy),
+        "student, latent fixed": with_fixed_latent(policy, make_env("payload", EPISODES, device=DEVICE), LENGTH),
         "memoryless PPO": plain_ppo(config, seed, NewestFrameActor),
         "PPO on the history": plain_ppo(config, seed, MLPActor),
     }
@@ -164,14 +136,11 @@ def one_seed(config: Config, seed: int) -> tuple[dict[str, Any], dict[str, list[
 
 def latents(policy: ROAPolicy) -> dict[str, Any]:
     """Follow the privileged feature and the student's guess through one episode in which the gain falls."""
-    env = make_env(
-        "payload", 1, device=DEVICE, change_step=CHANGE, change="gain", fixed={"gain": 1.8}, change_to={"gain": 0.4}
-    )
+    env = make_env("payload", 1, device=DEVICE, change_step=CHANGE, **LARGE_CHANGE)
     carry = {OBSERVATION: env.reset(seed=5)}
     batch, _ = rollout(env, make_actor(policy, DEVICE, deterministic=True), carry, LENGTH, keep={OBSERVATION})
-    with torch.no_grad():
-        obs = policy.normalized(batch[OBSERVATION].reshape(-1))
-        return {"true": rounded(policy.encoder_priv(obs)), "guess": rounded(policy.adapt_ema(obs))}
+    guess, true = guessed_and_true(policy, batch[OBSERVATION].reshape(-1))
+    return {"true": rounded(true), "guess": rounded(guess)}
 
 
 def rounded(values: Tensor) -> list[Any]:

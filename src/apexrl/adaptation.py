@@ -1,0 +1,140 @@
+"""A picture of how a student adapts: its reward beside the teacher's, and what it guesses beside what is true."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from apexrl.envs import VecEnv
+from apexrl.policies import Policy, ROAPolicy
+from apexrl.rollout import make_actor, rollout
+from apexrl.run import TrainedPolicy, load_trained, make_task
+from apexrl.types import OBSERVATION
+
+EPISODES, SEED, ABLATION_SEED = 256, 12345, 777
+TASK_WITH_CHANGE = "payload"
+LARGE_CHANGE = {"change": "gain", "fixed": {"gain": 1.8}, "change_to": {"gain": 0.4}}
+"""Motors that suddenly lose most of their strength."""
+
+
+class Adaptation(NamedTuple):
+    """What a teacher and its student did in the same episodes."""
+
+    rewards: dict[str, NDArray[np.float64]]
+    """Contender -> mean reward of every step."""
+    true: NDArray[np.float64]
+    """``[T, F]`` the privileged feature along one episode of the student."""
+    guess: NDArray[np.float64]
+    """``[T, F]`` what the student took it for."""
+    change_step: int
+    """When the physics changed; 0 for never."""
+
+
+class ConstantLatent(nn.Module):
+    """A latent that never changes."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, obs: Any) -> Tensor:
+        """Return it for every observation."""
+        return self.value.expand(*obs.shape, -1)
+
+
+def with_fixed_latent(policy: ROAPolicy, env: VecEnv, num_steps: int) -> Policy:
+    """Return the student with its latent fixed to the mean of its guesses along its own episodes."""
+    carry = {OBSERVATION: env.reset(seed=ABLATION_SEED)}
+    actor = make_actor(policy, env.device, deterministic=True)
+    batch, _ = rollout(env, actor, carry, num_steps, keep={OBSERVATION})
+    guesses, _ = guessed_and_true(policy, batch[OBSERVATION].reshape(-1))
+    blind: Any = copy.deepcopy(policy.student)
+    blind.latent = ConstantLatent(guesses.mean(0))
+    return blind  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def guessed_and_true(policy: ROAPolicy, obs: Any) -> tuple[Tensor, Tensor]:
+    """Return the student's guess of the privileged feature, and the feature, for observations ``[..., *]``."""
+    normalized = policy.normalized(obs.to(policy.device))
+    return policy.adapt_ema(normalized), policy.encoder_priv(normalized)
+
+
+def mean_rewards(env: VecEnv, policy: Policy, num_steps: int, seed: int = SEED) -> Tensor:
+    """Return the mean reward of every step ``[T]`` over the environments, from the same episodes for every policy."""
+    policy.eval()
+    actor = make_actor(policy, env.device, deterministic=True)
+    batch, _ = rollout(env, actor, {OBSERVATION: env.reset(seed=seed)}, num_steps, keep=())
+    means: Tensor = batch["reward"].mean((1, 2)).cpu()
+    return means
+
+
+def compare(trained: TrainedPolicy, episodes: int = EPISODES) -> Adaptation:
+    """Run teacher, student and the student without its guess; where the task can, the physics change midway."""
+    policy = trained.policy
+    assert isinstance(policy, ROAPolicy)
+    usual = trained.make_env(episodes)
+    num_steps = min(usual.max_episode_steps or 200, 500)
+    change_step = num_steps // 2 if trained.config.task.id == TASK_WITH_CHANGE else 0
+    changing, one = usual, trained.make_env(1)
+    if change_step:
+        changing = _with_options(trained, episodes, {"change_step": change_step, "change": "gain"})
+        one = _with_options(trained, 1, {"change_step": change_step, **LARGE_CHANGE})
+    contenders = {
+        "teacher": policy.teacher,
+        "student": policy,
+        "student, latent fixed": with_fixed_latent(policy, usual, num_steps),
+    }
+    rewards = {name: mean_rewards(changing, who, num_steps).double().numpy() for name, who in contenders.items()}
+    actor = make_actor(policy, one.device, deterministic=True)
+    batch, _ = rollout(one, actor, {OBSERVATION: one.reset(seed=5)}, num_steps, keep={OBSERVATION})
+    guess, true = (x.double().cpu().numpy() for x in guessed_and_true(policy, batch[OBSERVATION].reshape(-1)))
+    for env in (usual, changing, one):
+        env.close()
+    return Adaptation(rewards, true, guess, change_step)
+
+
+def _with_options(trained: TrainedPolicy, num_envs: int, options: dict[str, Any]) -> VecEnv:
+    task = trained.config.task
+    config = replace(trained.config, task=replace(task, kwargs={**task.kwargs, **options}))
+    return make_task(config, trained.device, num_envs)
+
+
+def draw(adaptation: Adaptation, path: Path) -> Path:
+    """Draw the rewards, and the three features that vary most."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
+    for index, (name, values) in enumerate(adaptation.rewards.items()):
+        left.plot(values, color=f"C{index}", label=f"{name}: {values.mean():.3f}")
+    left.set(title="mean reward of a step", xlabel="step")
+    for index in np.argsort(-adaptation.true.std(0))[:3]:
+        right.plot(adaptation.true[:, index], color=f"C{index}", linestyle="--")
+        right.plot(adaptation.guess[:, index], color=f"C{index}", label=f"feature {index}")
+    right.set(title="privileged feature: true (dashed), guessed", xlabel="step")
+    for axis in (left, right):
+        if adaptation.change_step:
+            axis.axvline(adaptation.change_step, color="gray", linestyle=":", label="motors change")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    temporary = path.with_name(f".{path.name}.part")
+    figure.savefig(temporary, dpi=130, format=path.suffix.lstrip("."))
+    plt.close(figure)
+    return temporary.replace(path)
+
+
+def plot_adaptation(run_dir: Path, path: Path) -> Path | None:
+    """Draw the newest checkpoint of a run; None when it is not one of teacher and student."""
+    trained = load_trained(run_dir)
+    return draw(compare(trained), path) if isinstance(trained.policy, ROAPolicy) else None
