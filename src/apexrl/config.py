@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -19,156 +19,17 @@ from pydantic import TypeAdapter, ValidationError
 from apexrl.agent.trainer import TrainingConfig
 from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, PPOConfig
 from apexrl.errors import ConfigError, did_you_mean
-from apexrl.models.actor import DistributionName
+from apexrl.sections import FeaturesConfig, LoggingConfig, PolicyConfig, SuiteConfig, TaskConfig, VLAConfig
 
 DEFAULT_PRESET = "lift_ppo"
-MAX_NUM_ENVS, MAX_WIDTH = 2**24, 2**20
-"""Beyond what any machine holds: a typing mistake, better refused than tried."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskConfig:
-    """What is trained on."""
-
-    id: str = "lift"
-    """A task that ships with the package (see ``apexrl list``), or a Gymnasium id."""
-    num_envs: int = 64
-    """Environments stepped together."""
-    num_workers: int = 0
-    """Processes that step Gymnasium environments; 0 steps them here, faster unless a step takes a millisecond."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of the task itself."""
-
-    def __post_init__(self) -> None:
-        if self.num_envs < 1:
-            raise ConfigError(f"task.num_envs must be at least 1, got {self.num_envs}.")
-        if self.num_envs > MAX_NUM_ENVS:
-            raise ConfigError(f"task.num_envs must be at most {MAX_NUM_ENVS}, got {self.num_envs}.")
-        if not 0 <= self.num_workers <= self.num_envs:
-            raise ConfigError(
-                f"task.num_workers must lie between 0 and task.num_envs ({self.num_envs}), got {self.num_workers}."
-            )
-        for name, value in self.kwargs.items():
-            if not _is_plain(value):
-                raise ConfigError(
-                    f"task.kwargs.{name} must be text, a number, a list or a mapping of these, got {value!r}; "
-                    "quote it to make it text."
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyConfig:
-    """The networks."""
-
-    kind: Literal["mlp", "gru", "roa"] = "mlp"
-    """mlp: separate actor and critic (pictures get convolutions); gru: with memory; roa: teacher and student."""
-    hidden_dims: tuple[int, ...] = (64, 64)
-    """Widths of the hidden layers; of those before the memory for gru."""
-    critic_hidden_dims: tuple[int, ...] | None = None
-    """Widths of the critic's hidden layers; null for the actor's. Not for gru."""
-    memory_dim: int = 64
-    """Width of the memory; only for gru."""
-    activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = "tanh"
-    """Between the layers."""
-    actor_groups: tuple[str, ...] | None = None
-    """Observation groups that the actor sees; null for all but the privileged ones (priv, privileged, critic)."""
-    critic_groups: tuple[str, ...] | None = None
-    """Observation groups that the critic sees; null for all. Not for gru."""
-    distribution: DistributionName = "auto"
-    """auto, gaussian, squashed_gaussian (bounded by tanh) or categorical."""
-    init_std: float = 1.0
-    """Standard deviation at the start."""
-    min_std: float = 1e-3
-    """Lower bound of the standard deviation."""
-    max_std: float = 10.0
-    """Upper bound of the standard deviation."""
-    state_dependent_std: bool = False
-    """Let the standard deviation depend on the observation."""
-    normalize_obs: bool = False
-    """Normalise observations by running statistics."""
-    history: int = 24
-    """Frames that the task stacks in its observation group policy; only for roa."""
-    history_kind: Literal["mlp", "conv", "gru"] = "mlp"
-    """How the adaptation module reads them; only for roa."""
-    latent_dim: int = 8
-    """Width of the privileged feature; only for roa."""
-    encoder_dims: tuple[int, ...] = (64,)
-    """Widths of the hidden layers of the privileged encoder; only for roa."""
-    adapt_dims: tuple[int, ...] = (128, 64)
-    """Widths of the hidden layers of the adaptation module; only for roa."""
-
-    def __post_init__(self) -> None:
-        for name in ("hidden_dims", "critic_hidden_dims", "encoder_dims", "adapt_dims"):
-            if any(width < 1 for width in getattr(self, name) or ()):
-                raise ConfigError(f"policy.{name} must hold positive widths, got {list(getattr(self, name))}.")
-            if any(width > MAX_WIDTH for width in getattr(self, name) or ()):
-                raise ConfigError(
-                    f"policy.{name} must hold widths of at most {MAX_WIDTH}, got {list(getattr(self, name))}."
-                )
-        for name in ("actor_groups", "critic_groups"):
-            if getattr(self, name) == ():
-                raise ConfigError(f"policy.{name} must name at least one group or be null, got [].")
-        for name in ("memory_dim", "history", "latent_dim"):
-            if not 1 <= getattr(self, name) <= MAX_WIDTH:
-                raise ConfigError(
-                    f"policy.{name} must be at least 1 and at most {MAX_WIDTH}, got {getattr(self, name)}."
-                )
-        if not 0 < self.min_std <= self.init_std <= self.max_std:
-            raise ConfigError(
-                f"policy.init_std must lie between policy.min_std ({self.min_std}, above 0) and policy.max_std "
-                f"({self.max_std}), got {self.init_std}."
-            )
-        if self.kind == "gru" and (self.critic_hidden_dims is not None or self.critic_groups is not None):
-            raise ConfigError(
-                "policy.critic_hidden_dims and policy.critic_groups must be null when policy.kind is gru: "
-                "its critic shares the memory."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoggingConfig:
-    """Where numbers go; metrics.jsonl is always written."""
-
-    log_interval: int = 1
-    """Iterations between logged ones."""
-    tensorboard: bool = True
-    """Write TensorBoard events."""
-    wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Log to Weights & Biases."""
-    wandb_project: str = "apexrl"
-    """Weights & Biases project."""
-    reward_components: bool = True
-    """Log what the task declares besides success and failure."""
-
-    def __post_init__(self) -> None:
-        if self.log_interval < 1:
-            raise ConfigError(f"logging.log_interval must be at least 1, got {self.log_interval}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeaturesConfig:
-    """Extras that can be switched."""
-
-    save_step_csv: bool = False
-    """Write one table of steps for each environment at every evaluation."""
-    save_video: bool = True
-    """Write a video of the trained policy at the end."""
-    save_plot: bool = True
-    """Draw the learning curve at the end."""
-    graphs: bool = True
-    """Capture rollout and update as CUDA graphs; without CUDA it does nothing."""
-    compile: bool = False
-    """Compile policy and loss: faster on long runs, after a first update that takes some ten seconds longer."""
-    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
-    """Of matrix products: tf32 is for CUDA; bf16 also runs the networks of the update in bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run."""
 
-    task: TaskConfig = field(default_factory=TaskConfig)
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    task: TaskConfig | SuiteConfig = field(default_factory=TaskConfig)
+    policy: PolicyConfig | VLAConfig = field(default_factory=PolicyConfig)
     algo: AlgorithmConfig = field(default_factory=PPOConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -189,14 +50,38 @@ class Config:
 
 
 SECTIONS: dict[str, tuple[type, ...]] = {
-    "task": (TaskConfig,),
-    "policy": (PolicyConfig,),
+    "task": (TaskConfig, SuiteConfig),
+    "policy": (PolicyConfig, VLAConfig),
     "algo": tuple(config for _, config in ALGORITHMS.values()),
     "training": (TrainingConfig,),
     "logging": (LoggingConfig,),
     "features": (FeaturesConfig,),
 }
-"""Section -> its classes; ``algo.name`` says which of several."""
+"""Section -> its classes; ``section_class`` says which of several."""
+CHOICES = {
+    TaskConfig: "with --task.id",
+    SuiteConfig: "with --task.benchmark_name",
+    PolicyConfig: "with --policy.kind mlp, gru or roa",
+    VLAConfig: "with --policy.kind vla",
+    **{config: f"with --algo.name {name}" for name, (_, config) in ALGORITHMS.items()},
+}
+"""What chooses a class of a section that has several."""
+
+
+def section_class(name: str, values: Mapping[str, Any]) -> type:
+    """Return the class of a section for the values that are given."""
+    if name == "task":
+        return SuiteConfig if "benchmark_name" in values else TaskConfig
+    if name == "policy":
+        return VLAConfig if values.get("kind") == "vla" else PolicyConfig
+    if name == "algo":
+        wanted = values.get("name", "ppo")
+        if not isinstance(wanted, str) or wanted not in ALGORITHMS:
+            raise ConfigError(
+                f"algo.name must be one of {sorted(ALGORITHMS)}, got {wanted!r}.{did_you_mean(str(wanted), ALGORITHMS)}"
+            )
+        return ALGORITHMS[wanted][1]
+    return SECTIONS[name][0]
 
 
 def preset_names() -> list[str]:
@@ -337,15 +222,11 @@ def field_help(section: type) -> dict[str, str]:
 
 
 def _section(name: str, values: dict[str, Any], problems: list[str]) -> Any:
-    section = SECTIONS[name][0]
-    if name == "algo":
-        wanted = values.get("name", "ppo")
-        if not isinstance(wanted, str) or wanted not in ALGORITHMS:
-            problems.append(
-                f"algo.name must be one of {sorted(ALGORITHMS)}, got {wanted!r}.{did_you_mean(str(wanted), ALGORITHMS)}"
-            )
-            return None
-        section = ALGORITHMS[wanted][1]
+    try:
+        section = section_class(name, values)
+    except ConfigError as error:
+        problems.append(str(error))
+        return None
     known = {entry.name: str(entry.type) for entry in fields(section)}
     checked: dict[str, Any] = {}
     for key, value in values.items():
@@ -387,15 +268,6 @@ def _require_known(name: str, parents: list[str], last: str) -> None:
     paths = field_paths()
     if not parents or (name not in paths and parents[:2] != ["task", "kwargs"]):
         raise ConfigError(f"Unknown option '--{name}'.{did_you_mean(name, paths)} 'apexrl train --help' lists all.")
-
-
-def _is_plain(value: Any) -> bool:
-    """Say whether YAML and checkpoints give a value back as it is."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _copied(raw: Any) -> Any:

@@ -1,0 +1,240 @@
+"""The sections of a configuration that describe task, policy, logs and features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from apexrl.errors import ConfigError
+from apexrl.models.actor import DistributionName
+
+MAX_NUM_ENVS, MAX_WIDTH, MAX_SUITE_SIZE = 2**24, 2**20, 4096
+"""Beyond what any machine holds: a typing mistake, better refused than tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """What is trained on."""
+
+    id: str = "lift"
+    """A task that ships with the package (see ``apexrl list``), or a Gymnasium id."""
+    num_envs: int = 64
+    """Environments stepped together."""
+    num_workers: int = 0
+    """Processes that step Gymnasium environments; 0 steps them here, faster unless a step takes a millisecond."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the task itself."""
+
+    def __post_init__(self) -> None:
+        if self.num_envs < 1:
+            raise ConfigError(f"task.num_envs must be at least 1, got {self.num_envs}.")
+        if self.num_envs > MAX_NUM_ENVS:
+            raise ConfigError(f"task.num_envs must be at most {MAX_NUM_ENVS}, got {self.num_envs}.")
+        if not 0 <= self.num_workers <= self.num_envs:
+            raise ConfigError(
+                f"task.num_workers must lie between 0 and task.num_envs ({self.num_envs}), got {self.num_workers}."
+            )
+        for name, value in self.kwargs.items():
+            if not _is_plain(value):
+                raise ConfigError(
+                    f"task.kwargs.{name} must be text, a number, a list or a mapping of these, got {value!r}; "
+                    "quote it to make it text."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteConfig:
+    """A suite of language-conditioned tasks to train on, for rloo and bc; chosen by ``task.benchmark_name``."""
+
+    benchmark_name: str = "mt10"
+    """mt10, mt50, metaworld, metaworld:TASK, or libero_spatial, libero_object, libero_goal, libero_10, libero_90."""
+    task_names_to_use: tuple[str, ...] = ()
+    """Tasks of the suite; empty for all."""
+    num_parallel_envs: int = 8
+    """Episodes that run side by side, with one inference for all."""
+    num_workers: int | None = None
+    """Processes that simulate; null for one a core, or one an episode where cameras draw; 0 simulates here."""
+    max_cached_envs: int = 10
+    """Simulators that a process keeps; the least recently used one is closed beyond that."""
+    max_episode_length: int | None = None
+    """Control steps of an episode; null for the suite's own."""
+    chunk: int = 5
+    """Actions that the policy gives at once."""
+    cameras: tuple[str, ...] = ()
+    """Pictures that the policy sees, such as corner2 (Meta-World), or agentview and robot0_eye_in_hand (LIBERO)."""
+    image_size: int = 64
+    """Edge of the pictures."""
+    privileged: bool = True
+    """Let the state hold the places of objects and goal where the suite knows them; false: proprioception only."""
+    step_timeout: float = 120.0
+    """Seconds after which a simulator that does not answer is replaced and its episode discarded."""
+    demos: str = ""
+    """Directory of demonstrations that ``apexrl demos`` made; for bc."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_parallel_envs", "max_cached_envs", "chunk", "image_size"):
+            if not 1 <= getattr(self, name) <= MAX_SUITE_SIZE:
+                raise ConfigError(
+                    f"task.{name} must be at least 1 and at most {MAX_SUITE_SIZE}, got {getattr(self, name)}."
+                )
+        if self.max_episode_length is not None and self.max_episode_length < 1:
+            raise ConfigError(f"task.max_episode_length must be at least 1 or null, got {self.max_episode_length}.")
+        if self.num_workers is not None and not 0 <= self.num_workers <= self.num_parallel_envs:
+            raise ConfigError(
+                f"task.num_workers must be null or lie between 0 and task.num_parallel_envs "
+                f"({self.num_parallel_envs}), got {self.num_workers}."
+            )
+        if self.step_timeout <= 0:
+            raise ConfigError(f"task.step_timeout must be positive, got {self.step_timeout}.")
+
+    @property
+    def id(self) -> str:
+        """What is trained on, in a word."""
+        return self.benchmark_name
+
+    @property
+    def num_envs(self) -> int:
+        """Environments stepped together."""
+        return self.num_parallel_envs
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """The networks."""
+
+    kind: Literal["mlp", "gru", "roa"] = "mlp"
+    """mlp: separate actor and critic (pictures get convolutions); gru: with memory; roa: teacher and student."""
+    hidden_dims: tuple[int, ...] = (64, 64)
+    """Widths of the hidden layers; of those before the memory for gru."""
+    critic_hidden_dims: tuple[int, ...] | None = None
+    """Widths of the critic's hidden layers; null for the actor's. Not for gru."""
+    memory_dim: int = 64
+    """Width of the memory; only for gru."""
+    activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = "tanh"
+    """Between the layers."""
+    actor_groups: tuple[str, ...] | None = None
+    """Observation groups that the actor sees; null for all but the privileged ones (priv, privileged, critic)."""
+    critic_groups: tuple[str, ...] | None = None
+    """Observation groups that the critic sees; null for all. Not for gru."""
+    distribution: DistributionName = "auto"
+    """auto, gaussian, squashed_gaussian (bounded by tanh) or categorical."""
+    init_std: float = 1.0
+    """Standard deviation at the start."""
+    min_std: float = 1e-3
+    """Lower bound of the standard deviation."""
+    max_std: float = 10.0
+    """Upper bound of the standard deviation."""
+    state_dependent_std: bool = False
+    """Let the standard deviation depend on the observation."""
+    normalize_obs: bool = False
+    """Normalise observations by running statistics."""
+    history: int = 24
+    """Frames that the task stacks in its observation group policy; only for roa."""
+    history_kind: Literal["mlp", "conv", "gru"] = "mlp"
+    """How the adaptation module reads them; only for roa."""
+    latent_dim: int = 8
+    """Width of the privileged feature; only for roa."""
+    encoder_dims: tuple[int, ...] = (64,)
+    """Widths of the hidden layers of the privileged encoder; only for roa."""
+    adapt_dims: tuple[int, ...] = (128, 64)
+    """Widths of the hidden layers of the adaptation module; only for roa."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_dims", "critic_hidden_dims", "encoder_dims", "adapt_dims"):
+            if any(width < 1 for width in getattr(self, name) or ()):
+                raise ConfigError(f"policy.{name} must hold positive widths, got {list(getattr(self, name))}.")
+            if any(width > MAX_WIDTH for width in getattr(self, name) or ()):
+                raise ConfigError(
+                    f"policy.{name} must hold widths of at most {MAX_WIDTH}, got {list(getattr(self, name))}."
+                )
+        for name in ("actor_groups", "critic_groups"):
+            if getattr(self, name) == ():
+                raise ConfigError(f"policy.{name} must name at least one group or be null, got [].")
+        for name in ("memory_dim", "history", "latent_dim"):
+            if not 1 <= getattr(self, name) <= MAX_WIDTH:
+                raise ConfigError(
+                    f"policy.{name} must be at least 1 and at most {MAX_WIDTH}, got {getattr(self, name)}."
+                )
+        if not 0 < self.min_std <= self.init_std <= self.max_std:
+            raise ConfigError(
+                f"policy.init_std must lie between policy.min_std ({self.min_std}, above 0) and policy.max_std "
+                f"({self.max_std}), got {self.init_std}."
+            )
+        if self.kind == "gru" and (self.critic_hidden_dims is not None or self.critic_groups is not None):
+            raise ConfigError(
+                "policy.critic_hidden_dims and policy.critic_groups must be null when policy.kind is gru: "
+                "its critic shares the memory."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLAConfig:
+    """A vision-language-action model, for rloo and bc; chosen by ``policy.kind`` vla."""
+
+    kind: Literal["vla"] = "vla"
+    """vla: camera pictures, state and instruction in, a chunk of actions out."""
+    size: Literal["tiny", "small", "base", "large"] = "tiny"
+    """About 1, 15, 100 or 300 million parameters."""
+    head: Literal["likelihood", "flow"] = "likelihood"
+    """likelihood: a distribution over chunks; flow: chunks are denoised by flow matching."""
+    distribution: Literal["gaussian", "laplace"] = "gaussian"
+    """Of chunks; only for likelihood."""
+    init_std: float = 0.6
+    """Scale of that distribution at the start, on normalised actions; only for likelihood."""
+    denoising_steps: int = 5
+    """Only for flow."""
+    noise_level: float = 0.5
+    """Noise that sampling adds in each denoising step, so that chunks have likelihoods; only for flow."""
+    guidance: float = 1.0
+    """Classifier-free guidance at inference; 1 is the conditional field alone; only for flow."""
+    lora_rank: int = 0
+    """Train low-rank additions of this rank instead of the weights; 0 trains the weights."""
+    freeze: tuple[str, ...] = ()
+    """Towers that are not trained: vision, text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Where numbers go; metrics.jsonl is always written."""
+
+    log_interval: int = 1
+    """Iterations between logged ones."""
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Log to Weights & Biases."""
+    wandb_project: str = "apexrl"
+    """Weights & Biases project."""
+    reward_components: bool = True
+    """Log what the task declares besides success and failure."""
+
+    def __post_init__(self) -> None:
+        if self.log_interval < 1:
+            raise ConfigError(f"logging.log_interval must be at least 1, got {self.log_interval}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeaturesConfig:
+    """Extras that can be switched."""
+
+    save_step_csv: bool = False
+    """Write one table of steps for each environment at every evaluation."""
+    save_video: bool = True
+    """Write a video of the trained policy at the end."""
+    save_plot: bool = True
+    """Draw the learning curve at the end."""
+    graphs: bool = True
+    """Capture rollout and update as CUDA graphs; without CUDA it does nothing."""
+    compile: bool = False
+    """Compile policy and loss: faster on long runs, after a first update that takes some ten seconds longer."""
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """Of matrix products: tf32 is for CUDA; bf16 also runs the networks of the update in bfloat16."""
+
+
+def _is_plain(value: Any) -> bool:
+    """Say whether YAML and checkpoints give a value back as it is."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
