@@ -25,12 +25,18 @@ SAMPLE_LOG_PROB = "sample_log_prob"
 ADVANTAGE = "advantage"
 RETURN = "return"
 METRIC = "metric"
+GROUP = "group"
+VALID = "valid"
 
 # Observation groups with a meaning of their own (a plain Box observation is one tensor and has no groups).
 OBS_KEY = "policy"
 OBS_PRIV_KEY = "priv"
 CMD_KEY = "command"
 OBJECT_KEY = "object"
+
+# Observation groups of task suites: proprioception, and the instruction as UTF-8 bytes padded with zeros.
+STATE_KEY = "state"
+INSTRUCTION_KEY = "instruction"
 
 # What the actors of PPO-ROA are told, or guess, of the privileged group.
 PRIV_FEATURE_KEY = "priv_feature"

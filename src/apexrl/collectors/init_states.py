@@ -1,0 +1,219 @@
+"""Where episodes of a suite start: the init states, the order they are drawn in, and what came of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apexrl.envs.suites.base import Split, TaskSuite
+from apexrl.errors import ConfigError, RunDirError
+
+HISTORY_LENGTH = 100
+"""Outcomes remembered of each init state."""
+
+
+class InitSample(TypedDict):
+    """One draw: a task and the full state of its simulator."""
+
+    task_id: int
+    init_state: NDArray[np.float64]
+
+
+def hash_init_state(init_state: NDArray[np.float64]) -> str:
+    """Name a state by the sha256 of its float64 bytes, without padding."""
+    return hashlib.sha256(np.ascontiguousarray(init_state, np.float64).tobytes()).hexdigest()
+
+
+class InitStateDataset:
+    """The init states of one split of a suite, task after task; those of a task are loaded when first asked for."""
+
+    def __init__(self, suite: TaskSuite, split: Split = "train") -> None:
+        self.suite, self.split = suite, split
+        self._states: dict[int, list[NDArray[np.float64]]] = {}
+
+    def states(self, task_id: int) -> list[NDArray[np.float64]]:
+        """Return the init states of a task.
+
+        Raises:
+            ConfigError: when it has none.
+        """
+        if task_id not in self._states:
+            states = list(self.suite.init_states(task_id, self.split))
+            if not states:
+                raise ConfigError(
+                    f"task.benchmark_name '{self.suite.name}': task '{self.suite.task_names[task_id]}' has no init "
+                    f"states in its {self.split} split. Leave it out of task.task_names_to_use."
+                )
+            self._states[task_id] = states
+        return self._states[task_id]
+
+    def __len__(self) -> int:
+        return sum(len(self.states(task_id)) for task_id in range(self.suite.num_tasks))
+
+    def __getitem__(self, index: int) -> InitSample:
+        rest = index + len(self) if index < 0 else index
+        for task_id in range(self.suite.num_tasks) if rest >= 0 else ():
+            states = self.states(task_id)
+            if rest < len(states):
+                return InitSample(task_id=task_id, init_state=states[rest])
+            rest -= len(states)
+        raise IndexError(f"init state {index} of {len(self)}")
+
+
+class InitStateSampler(Iterator[InitSample]):
+    """Draws init states without end: the tasks in turn, those of a task in an order shuffled anew in every round.
+
+    Draw ``k`` follows from the seed and ``k`` alone, so the two are the whole state.
+    """
+
+    def __init__(self, dataset: InitStateDataset, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.restart(seed)
+
+    def restart(self, seed: int) -> None:
+        """Begin again with another seed."""
+        self.seed, self.num_drawn = int(seed), 0
+        self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}
+        """Of each task: the number of the round, and the order in it."""
+
+    def __next__(self) -> InitSample:
+        turn, task_id = divmod(self.num_drawn, self.dataset.suite.num_tasks)
+        states = self.dataset.states(task_id)
+        number, place = divmod(turn, len(states))
+        if task_id not in self._orders or self._orders[task_id][0] != number:
+            order = np.random.default_rng([self.seed % 2**63, task_id, number]).permutation(len(states))
+            self._orders[task_id] = number, order
+        self.num_drawn += 1
+        return InitSample(task_id=task_id, init_state=states[self._orders[task_id][1][place]])
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what is needed to go on."""
+        return {"seed": self.seed, "num_drawn": self.num_drawn}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from ``state_dict``."""
+        self.restart(state["seed"])
+        self.num_drawn = int(state["num_drawn"])
+
+
+def endless(loader: Iterable[InitSample | Sequence[InitSample]]) -> Iterator[InitSample]:
+    """Draw from a loader of samples, or of lists of samples, again from its start where it ends."""
+    while True:
+        num_samples = 0
+        for item in loader:
+            samples: Sequence[Any] = [item] if isinstance(item, Mapping) else item
+            num_samples += len(samples)
+            yield from samples
+        if not num_samples:
+            raise ConfigError("init_state_dataloader gives no samples.")
+
+
+class RolloutStats:
+    """What came of the rollouts from each init state, kept in a JSON file over runs.
+
+    The file maps the hash of a state to its ``task``, its ``outcomes`` (1 success, 0 failure, oldest first) and its
+    ``skips``: how often it was left out since it is mastered.
+
+    Args:
+        path: of the file, which is read where it exists; None remembers for this run alone.
+        window: outcomes remembered of each state.
+        skip_threshold: a state that was left out more often than this is forgotten, so that it is tested again.
+    """
+
+    def __init__(self, path: Path | str | None, window: int = HISTORY_LENGTH, *, skip_threshold: int = 3) -> None:
+        if window < 1:
+            raise ConfigError(f"RolloutStats.window must be at least 1, got {window}.")
+        if skip_threshold < 0:
+            raise ConfigError(f"algo.rollout_skip_threshold must be at least 0, got {skip_threshold}.")
+        self.path = None if path is None else Path(path)
+        self.window, self.skip_threshold = window, skip_threshold
+        self._states = {} if self.path is None or not self.path.exists() else _read(self.path)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def outcomes(self, state_hash: str) -> list[int]:
+        """Return what is remembered of a state, oldest first."""
+        return list(self._states.get(state_hash, {}).get("outcomes", ()))
+
+    def skips(self, state_hash: str) -> int:
+        """How often a state was left out since it is mastered."""
+        return int(self._states.get(state_hash, {}).get("skips", 0))
+
+    def record(self, state_hash: str, outcomes: Iterable[bool], task: str = "") -> None:
+        """Append outcomes of rollouts from a state; ``write`` brings them to the file."""
+        history = [*self.outcomes(state_hash), *(int(outcome) for outcome in outcomes)]
+        self._states[state_hash] = {"task": task, "outcomes": history[-self.window :], "skips": 0}
+
+    def is_mastered(self, state_hash: str, n: int) -> bool:
+        """Whether the last ``n`` outcomes of a state are all successes."""
+        last = self.outcomes(state_hash)[-n:]
+        return len(last) == n and all(last)
+
+    def skip(self, state_hash: str) -> None:
+        """Count that a mastered state was left out; one that was left out too often is forgotten."""
+        entry = self._states[state_hash]
+        entry["skips"] += 1
+        if entry["skips"] > self.skip_threshold:
+            self.forget(state_hash)
+
+    def forget(self, state_hash: str) -> None:
+        """Forget a state, so that it is tested again."""
+        self._states.pop(state_hash, None)
+
+    def write(self) -> None:
+        """Replace the file at once: a kill at any moment leaves the old one or the new one, whole.
+
+        Raises:
+            RunDirError: when the file cannot be written.
+        """
+        if self.path is None:
+            return
+        temporary = self.path.with_name(f".{self.path.name}.part")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("w", encoding="utf-8") as file:
+                # One call: json.dump would write every token by itself.
+                file.write(json.dumps(self._states))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.path)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()  # a full disk gets its space back
+            raise RunDirError(
+                f"algo.rollout_stats_path {self.path} cannot be written: {error.strerror}. Name another place."
+            ) from error
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {name: {**entry, "outcomes": list(entry["outcomes"])} for name, entry in self._states.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to ``state_dict``, whatever the file says; the next ``write`` replaces it."""
+        self._states = {name: _checked(entry) for name, entry in state.items()}
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        return {name: _checked(entry) for name, entry in json.loads(path.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"algo.rollout_stats_path {path} holds no rollout statistics ({type(error).__name__}: {error}). "
+            "Name another file, or delete this one."
+        ) from error
+
+
+def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
+    outcomes = [int(outcome) for outcome in entry["outcomes"]]
+    if not set(outcomes) <= {0, 1}:
+        raise ValueError(f"an outcome is 0 or 1, got {outcomes}")
+    return {"task": str(entry["task"]), "outcomes": outcomes, "skips": int(entry["skips"])}

@@ -1,0 +1,220 @@
+"""Whole episodes of a task suite from given init states, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+from torch import Tensor
+
+from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.envs.suites.base import InitState, Split, TaskSuite
+from apexrl.errors import ConfigError, EnvError, did_you_mean
+from apexrl.policies.base import Policy
+from apexrl.rollout import LOG, initial_state, make_actor, rollout
+from apexrl.types import GROUP, METRIC, NEXT_OBSERVATION, OBSERVATION, REWARD, VALID, Carry
+
+SUCCESS, CONTROL_STEPS, EPISODE_ID, LOST = "success", "control_steps", "episode_id", "lost"
+"""Metrics of a ``SuiteVecEnv``."""
+CreatedEnv = tuple[SuiteVecEnv, int, int]
+"""The environments, the number of the task they run, and how many they are."""
+
+
+class SuiteRunner:
+    """Runs a policy from given init states; all episodes of a call share the environments and the inference.
+
+    Args:
+        env: the environments of the suite; each worker keeps the simulators it made.
+        policy: its current weights act.
+    """
+
+    def __init__(self, env: SuiteVecEnv, policy: Policy) -> None:
+        self.env, self.policy = env, policy
+
+    @property
+    def suite(self) -> TaskSuite:
+        """The tasks."""
+        return self.env.suite
+
+    def create_parallel_envs(self, task_name: str) -> CreatedEnv:
+        """Return the environments of a task. Their workers make a simulator when a task first needs it, and keep it.
+
+        Raises:
+            ConfigError: when the suite has no task of that name.
+        """
+        if task_name not in self.suite.task_names:
+            raise ConfigError(
+                f"task.task_names_to_use: '{self.suite.name}' has no task '{task_name}'."
+                + did_you_mean(task_name, self.suite.task_names)
+            )
+        return self.env, list(self.suite.task_names).index(task_name), self.env.num_envs
+
+    def run_policy_in_env(
+        self,
+        task_name: str,
+        init_states: Sequence[NDArray[np.float64]],
+        created_env: CreatedEnv | None = None,
+        *,
+        keep: Collection[str] | None = None,
+        deterministic: bool = False,
+    ) -> TensorDict:
+        """Run one episode of a task from each init state; returns what ``run_episodes`` does."""
+        env, task_id, _ = created_env or self.create_parallel_envs(task_name)
+        episodes = [InitState(task_id, state) for state in init_states]
+        return self.run_episodes(episodes, keep=keep, deterministic=deterministic, env=env)
+
+    @torch.no_grad()
+    def run_episodes(
+        self,
+        episodes: Sequence[InitState],
+        *,
+        keep: Collection[str] | None = None,
+        deterministic: bool = False,
+        env: SuiteVecEnv | None = None,
+    ) -> TensorDict:
+        """Run every episode to its end.
+
+        Args:
+            episodes: where they start.
+            keep: keys to store besides the outcomes and the metrics; None stores everything but the successors.
+            deterministic: take the mode of the action distribution instead of sampling.
+            env: other environments of the suite.
+
+        Returns:
+            ``[T, E]`` on the environments' device: column ``e`` is episode ``e`` from its first step on, then zeros
+            up to the length of the longest; ``valid`` marks the steps that were taken.
+
+        Raises:
+            EnvError: when the environments do not end their episodes.
+        """
+        env = env or self.env
+        actor = make_actor(self.policy, env.device, deterministic=deterministic)
+        max_steps = env.max_episode_steps or 1000
+        env.assign(episodes)
+        carry: Carry = {OBSERVATION: env.reset(), **initial_state(self.policy, env)}
+        segments: list[TensorDict] = []
+        while env.busy:
+            # Every segment ends an episode in each busy environment.
+            if len(segments) > len(episodes):
+                raise EnvError(f"{len(episodes)} episodes did not end within {len(segments)} times {max_steps} steps.")
+            segment, carry = rollout(env, actor, carry, max_steps, keep=keep, until_done=True)
+            segments.append(segment.exclude(LOG, NEXT_OBSERVATION))
+        return pack_episodes(TensorDict.cat(segments), len(episodes))
+
+    def run(
+        self,
+        episodes_per_task: int | None = None,
+        *,
+        env: SuiteVecEnv | None = None,
+        split: Split = "val",
+        deterministic: bool = True,
+        seed: int = 0,
+    ) -> dict[str, Any]:
+        """Evaluate the policy on every task; the global random state is left as it was.
+
+        Args:
+            episodes_per_task: each from another init state, the first ones of the split; all of them when not given.
+            env: other environments than those of training, which must rest.
+            split: where the init states are from.
+            deterministic: take the mode of the action distribution instead of sampling.
+            seed: of sampling.
+
+        Returns:
+            ``overall_success_rate`` and ``reward`` (mean return) over all episodes, ``episodes``, ``lost`` (those
+            whose worker died; they count nowhere else), and ``per_task``: for each task name its ``success_rate``
+            (None when all were lost), ``successes`` and ``episodes``.
+        """
+        if episodes_per_task is not None and episodes_per_task < 1:
+            raise ValueError(f"episodes_per_task must be at least 1, got {episodes_per_task}")
+        episodes = [
+            InitState(task_id, state)
+            for task_id in range(self.suite.num_tasks)
+            for state in self.suite.init_states(task_id, split)[:episodes_per_task]
+        ]
+        cuda = [self.policy.device] if self.policy.device.type == "cuda" else []
+        was_training = self.policy.training
+        self.policy.eval()
+        try:
+            with torch.random.fork_rng(devices=cuda):
+                torch.manual_seed(seed)
+                batch = self.run_episodes(episodes, keep=(), deterministic=deterministic, env=env)
+        finally:
+            self.policy.train(was_training)
+        return self._summary([episode.task_id for episode in episodes], batch)
+
+    def _summary(self, task_ids: list[int], batch: TensorDict) -> dict[str, Any]:
+        known = ~lost_episodes(batch).cpu().numpy()
+        if not known.any():
+            raise EnvError("The evaluation lost every episode: its workers died. Use fewer environments.")
+        success = successful_episodes(batch).cpu().numpy()
+        returns = batch[REWARD].sum(0).squeeze(-1).double().cpu().numpy()
+        per_task = {}
+        for task_id, name in enumerate(self.suite.task_names):
+            own = known & (np.array(task_ids) == task_id)
+            count, successes = int(own.sum()), int((own & success).sum())
+            rate = successes / count if count else None
+            per_task[name] = {"success_rate": rate, "successes": successes, "episodes": count}
+        return {
+            "overall_success_rate": float(success[known].mean()),
+            "reward": float(returns[known].mean()),
+            "episodes": int(known.sum()),
+            "lost": int((~known).sum()),
+            "per_task": per_task,
+        }
+
+
+def pack_episodes(steps: TensorDict, num_episodes: int) -> TensorDict:
+    """Sort steps ``[S, N]`` by the metric ``episode_id`` into ``[T, E]``; those of no episode (-1) are left out.
+
+    Column ``e`` is episode ``e`` from its first step on, zeros follow its end, and ``valid`` tells the two apart.
+    """
+    ids = steps[METRIC, EPISODE_ID].squeeze(-1).long()
+    slot, time = (ids.T >= 0).nonzero(as_tuple=True)
+    episode = ids[time, slot]
+    # An episode stays in one environment, so a stable sort keeps its steps in order.
+    order = episode.argsort(stable=True)
+    slot, time, episode = slot[order], time[order], episode[order]
+    lengths = torch.bincount(episode, minlength=num_episodes)
+    place = torch.arange(len(episode), device=ids.device) - (lengths.cumsum(0) - lengths)[episode]
+    num_steps = int(lengths.max())
+
+    def pack(x: Tensor) -> Tensor:
+        packed = x.new_zeros((num_steps, num_episodes, *x.shape[2:]))
+        packed[place, episode] = x[time, slot]
+        return packed
+
+    batch = steps.apply(pack, batch_size=[num_steps, num_episodes])
+    assert batch is not None
+    batch[VALID] = (torch.arange(num_steps, device=ids.device)[:, None] < lengths).unsqueeze(-1)
+    return batch
+
+
+def join_groups(groups: list[TensorDict]) -> TensorDict:
+    """Put groups ``[T_p, n_p]`` side by side, padded with zeros, and number them."""
+    num_steps = max(int(group[VALID].sum(0).max()) for group in groups)
+    columns = []
+    for number, group in enumerate(groups):
+        steps = group[:num_steps]
+        if missing := num_steps - steps.shape[0]:
+            padding = torch.zeros_like(steps[:1]).expand(missing, steps.shape[1])
+            steps = TensorDict.cat([steps, padding])
+        steps[GROUP] = torch.full((*steps.shape, 1), number, device=steps.device)
+        columns.append(steps)
+    batch: TensorDict = TensorDict.cat(columns, 1)
+    return batch
+
+
+def lost_episodes(batch: TensorDict) -> Tensor:
+    """Tell which episodes of a packed batch were cut because their worker died, ``[E]``."""
+    lost: Tensor = (batch[METRIC, LOST] > 0).any(0) | ~batch[VALID].any(0)
+    return lost.squeeze(-1)
+
+
+def successful_episodes(batch: TensorDict) -> Tensor:
+    """Tell which episodes of a packed batch reached their goal, ``[E]``."""
+    successful: Tensor = (batch[METRIC, SUCCESS] > 0).any(0)
+    return successful.squeeze(-1)

@@ -1,0 +1,338 @@
+"""A task suite as a ``VecEnv`` whose step is one chunk of actions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from apexrl.envs.base import VecEnv
+from apexrl.envs.gymnasium import as_observation, step_to_device
+from apexrl.envs.mujoco_simulation import draw_without_display
+from apexrl.envs.suite_workers import Progress, SuiteWorkers
+from apexrl.envs.suites.base import InitState, Split, TaskSuite
+from apexrl.errors import ConfigError, EnvError, EnvStateError
+from apexrl.metrics import MetricSpec
+from apexrl.types import INSTRUCTION_KEY, EnvStep, Observation
+
+INSTRUCTION_BYTES = 96
+"""Length of the group ``instruction``."""
+
+_METRICS = {
+    spec.name: spec
+    for spec in (
+        MetricSpec("success", "max"),
+        MetricSpec("control_steps", "sum", "rollout"),
+        MetricSpec("task_id", "last", "rollout"),
+        MetricSpec("episode_id", "last", "rollout"),
+        MetricSpec("lost", "max", "rollout"),
+    )
+}
+
+
+def encode_instruction(text: str) -> NDArray[np.uint8]:
+    """Return an instruction as UTF-8 bytes, padded with zeros to ``INSTRUCTION_BYTES``.
+
+    Raises:
+        ConfigError: when it is longer.
+    """
+    data = text.encode()
+    if len(data) > INSTRUCTION_BYTES:
+        raise ConfigError(f"The instruction '{text}' takes {len(data)} bytes, at most {INSTRUCTION_BYTES} are read.")
+    return np.frombuffer(data.ljust(INSTRUCTION_BYTES, b"\0"), np.uint8)
+
+
+class SuiteVecEnv(VecEnv):
+    """Episodes of a task suite, stepped together in chunks of control steps.
+
+    An action ``[chunk * A]`` holds the control steps one after another, clipped to [-1, 1]. They are taken one by one
+    until the task is solved or the horizon is reached; the observation is taken once, after the last. Reward 1 and
+    ``terminated`` come with success, ``truncated`` with the horizon.
+
+    Episodes come from ``assign``; without it they come endlessly from the split: number ``e`` has task
+    ``e % num_tasks`` and the initial state ``e // num_tasks`` of it, and environment ``i`` runs the numbers ``i``,
+    ``i + num_envs``, …, so that the first E episodes are the same ones for any number of environments.
+
+    A worker that dies or hangs is replaced; its episodes end ``truncated`` with the metric ``lost``.
+
+    Args:
+        suite: the tasks.
+        num_envs: episodes that run at the same time.
+        chunk: control steps in an action.
+        num_workers: processes that share the environments; 0 runs them in this one, None takes one a core. A suite
+            that renders has a process for every simulator instead.
+        max_cached_envs: simulators kept alive, in all processes together (at least one for every environment). None:
+            64, or 4 when the suite renders, where each takes up to 2.3 GB.
+        split: where episodes come from that are not assigned.
+        max_steps: control steps after which an episode is truncated; None takes the suite's horizon.
+        device: where the tensors are wanted; the simulators run on the CPU.
+        step_timeout: seconds after which a worker that has not answered a step is replaced.
+
+    Raises:
+        ConfigError: when a number is out of range.
+        EnvError: when the workers cannot be started.
+    """
+
+    def __init__(
+        self,
+        suite: TaskSuite,
+        num_envs: int,
+        *,
+        chunk: int = 5,
+        num_workers: int | None = None,
+        max_cached_envs: int | None = None,
+        split: Split = "train",
+        max_steps: int | None = None,
+        device: torch.device | str = "cpu",
+        step_timeout: float = 60.0,
+    ) -> None:
+        least = {"num_envs": (num_envs, 1), "chunk": (chunk, 1), "num_workers": (num_workers, 0)}
+        least |= {"max_cached_envs": (max_cached_envs, 1), "max_steps": (max_steps, 1)}
+        for name, (value, minimum) in least.items():
+            if value is not None and value < minimum:
+                raise ConfigError(f"SuiteVecEnv.{name} must be at least {minimum}, got {value}.")
+        if step_timeout <= 0:
+            raise ConfigError(f"SuiteVecEnv.step_timeout must be above 0 seconds, got {step_timeout}.")
+        self.suite, self.num_envs, self.chunk, self.split = suite, num_envs, chunk, split
+        self.device = torch.device(device)
+        self.horizon = max_steps or suite.horizon
+        """Control steps after which an episode is truncated."""
+        self.max_episode_steps = -(-self.horizon // chunk)
+        self._options: dict[str, Any] = {
+            "chunk": chunk,
+            "num_workers": num_workers,
+            "max_cached_envs": max_cached_envs,
+            "max_steps": max_steps,
+            "step_timeout": step_timeout,
+        }
+        self._instructions = np.stack([encode_instruction(text) for text in suite.instructions])
+        words = gym.spaces.Box(0, 255, (INSTRUCTION_BYTES,), np.uint8)
+        groups = {**suite.observation_space.spaces, INSTRUCTION_KEY: words}
+        self.observation_space = gym.spaces.Dict(groups)
+        self._action_size = int(np.prod(suite.action_space.shape))
+        self.action_space = gym.spaces.Box(-1.0, 1.0, (chunk * self._action_size,), np.float32)
+        self._make_buffers(groups)
+        self._states: dict[int, list[NDArray[np.float64]]] = {}
+        self._assigned: list[InitState] | None = None
+        self._queue: list[InitState] | None = None
+        """The episodes of the last ``assign``; None when they come from the split."""
+        self._next = 0
+        """Index in the queue of the episode that starts next."""
+        self._was_reset = False
+        draw_without_display()  # before a worker imports MuJoCo
+        if num_workers is None:
+            num_workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cached = max_cached_envs or (4 if suite.renders else 64)
+        self._workers = SuiteWorkers(suite, num_envs, num_workers, cached, step_timeout)
+
+    def _make_buffers(self, groups: Mapping[str, gym.Space[Any]]) -> None:
+        N = self.num_envs
+        self._obs = {name: np.zeros((N, *(space.shape or ())), space.dtype) for name, space in groups.items()}
+        self._final_obs = {name: array.copy() for name, array in self._obs.items()}
+        self._reward = np.zeros((N, 1), np.float32)
+        self._terminated, self._truncated = np.zeros((N, 1), np.bool_), np.zeros((N, 1), np.bool_)
+        self._metric = {name: np.zeros((N, 1), np.float32) for name in _METRICS}
+        # The tensors share memory with the arrays, so these two tuples serve every step.
+        self._running = EnvStep(
+            obs=as_observation(self._obs, N),
+            reward=torch.from_numpy(self._reward),
+            terminated=torch.from_numpy(self._terminated),
+            truncated=torch.from_numpy(self._truncated),
+            metric={name: torch.from_numpy(array) for name, array in self._metric.items()},
+        )
+        self._ended = self._running._replace(final_obs=as_observation(self._final_obs, N))
+        self._episode, self._task = np.full(N, -1), np.full(N, -1)
+        """Number and task of the running episode; -1 where there is none."""
+        self._elapsed = np.zeros(N, np.int64)
+        """Control steps of the running episode."""
+        self._lost = np.zeros(N, np.bool_)
+        """Whether the worker of the running episode has died since the last step."""
+
+    @property
+    def metric_specs(self) -> Mapping[str, MetricSpec]:
+        """``success``, ``control_steps``, ``task_id``, ``episode_id`` (-1 where none ran) and ``lost``."""
+        return _METRICS
+
+    @property
+    def busy(self) -> bool:
+        """Whether an assigned episode has not ended yet."""
+        if self._assigned is not None:
+            return len(self._assigned) > 0
+        return self._queue is not None and bool((self._episode >= 0).any())
+
+    @property
+    def created(self) -> int:
+        """Simulators made so far."""
+        return self._workers.created
+
+    @property
+    def seconds_creating(self) -> float:
+        """Time the workers have spent making simulators, added up."""
+        return self._workers.seconds_creating
+
+    @property
+    def replaced(self) -> int:
+        """Workers replaced so far because they died or hung."""
+        return self._workers.replaced
+
+    def assign(self, episodes: Sequence[InitState]) -> None:
+        """Let the next ``reset`` start these episodes; ``episode_id`` is the index in the list.
+
+        An environment whose episode ends takes the next one. Once there is none it idles: its observation stays,
+        ``truncated`` is true, ``episode_id`` -1 and ``control_steps`` 0.
+
+        Raises:
+            EnvError: when there is none, or one is of a task that the suite does not have.
+        """
+        if not episodes:
+            raise EnvError("SuiteVecEnv.assign needs at least one episode.")
+        for task, _ in episodes:
+            if not 0 <= task < self.suite.num_tasks:
+                raise EnvError(
+                    f"An episode of task {task} was assigned; '{self.suite.name}' has {self.suite.num_tasks}."
+                )
+        self._assigned = list(episodes)
+
+    def reset(self, seed: int | None = None) -> Observation:
+        """Start the assigned episodes, or those of the split from number 0; the seed changes nothing."""
+        self._queue, self._assigned, self._next = self._assigned, None, 0
+        self._episode.fill(-1)
+        self._task.fill(-1)
+        self._lost.fill(False)
+        self._was_reset = True
+        self._begin(range(self.num_envs))
+        idle = self._episode < 0
+        for array in self._obs.values():
+            array[idle] = array[0]  # an environment that never ran looks like one that does
+        obs = self._running.obs
+        return obs if self.device.type == "cpu" else obs.to(self.device)
+
+    def step(self, action: Tensor) -> EnvStep:
+        """Take a chunk of control steps ``[N, chunk * A]`` in every environment."""
+        if not self._was_reset:
+            raise EnvError("Call reset before step.")
+        wanted = (self.num_envs, self.chunk * self._action_size)
+        if tuple(action.shape) != wanted:
+            raise EnvError(f"step needs actions {list(wanted)}, got {list(action.shape)}.")
+        chunks = action.detach().float().clamp(-1.0, 1.0).cpu().numpy().reshape(self.num_envs, self.chunk, -1)
+        slots = np.flatnonzero((self._episode >= 0) & ~self._lost)
+        limits = np.minimum(self.chunk, self.horizon - self._elapsed[slots])
+        found, lost = self._call(self._workers.advance, slots.tolist(), chunks[slots], limits.tolist())
+        self._lost[lost] = True
+        ended = self._write(found)
+        if not ended.any():
+            step = self._running
+        else:
+            step = self._ended
+            for name, array in self._obs.items():
+                self._final_obs[name][ended] = array[ended]
+            self._begin(np.flatnonzero(ended & (self._episode >= 0)).tolist())
+        return step if self.device.type == "cpu" else step_to_device(step, self.device)
+
+    def _write(self, found: Sequence[Progress]) -> NDArray[np.bool_]:
+        """Write what a step gave into the buffers and return ``[N]`` whether the episode ended."""
+        idle, metric = self._episode < 0, self._metric
+        self._lost &= ~idle
+        self._terminated.fill(False)
+        for name, column in (("task_id", self._task), ("episode_id", self._episode), ("lost", self._lost)):
+            metric[name][:, 0] = column
+        metric["control_steps"].fill(0.0)
+        for slots, obs, solved, taken in found:
+            for name, rows in obs.items():
+                self._obs[name][slots] = rows
+            self._elapsed[slots] += taken
+            self._terminated[slots, 0] = solved
+            metric["control_steps"][slots, 0] = taken
+        self._reward[:] = metric["success"][:] = self._terminated
+        over = idle | self._lost | (self._elapsed >= self.horizon)
+        self._truncated[:, 0] = over & ~self._terminated[:, 0]
+        return over | self._terminated[:, 0]
+
+    def _begin(self, slots: Sequence[int]) -> None:
+        """Start the next episodes in these environments; where there is none, the environment idles."""
+        started: list[int] = []
+        idle: list[int] = []
+        states: list[NDArray[np.float64]] = []
+        for slot in slots:
+            number = self._next_number(slot)
+            self._episode[slot], self._task[slot], self._elapsed[slot], self._lost[slot] = number, -1, 0, False
+            if number < 0:
+                idle.append(slot)
+            else:
+                self._task[slot], state = self._init_state(number)
+                started.append(slot)
+                states.append(state)
+        if not started:
+            return
+        tasks = self._task[started]
+        found, lost = self._call(self._workers.begin, started, tasks.tolist(), states, idle)
+        self._obs[INSTRUCTION_KEY][started] = self._instructions[tasks]
+        for progress in found:
+            for name, rows in progress.obs.items():
+                self._obs[name][progress.slots] = rows
+        self._lost[lost] = True  # the next step reports it
+
+    def _next_number(self, slot: int) -> int:
+        if self._queue is None:
+            return slot if self._episode[slot] < 0 else int(self._episode[slot]) + self.num_envs
+        if self._next == len(self._queue):
+            return -1
+        self._next += 1
+        return self._next - 1
+
+    def _init_state(self, number: int) -> InitState:
+        if self._queue is not None:
+            return self._queue[number]
+        turn, task = divmod(number, self.suite.num_tasks)
+        if task not in self._states:
+            self._states[task] = self.suite.init_states(task, self.split)
+        return InitState(task, self._states[task][turn % len(self._states[task])])
+
+    def _call(self, function: Any, *arguments: Any) -> tuple[list[Progress], list[int]]:
+        try:
+            answer: tuple[list[Progress], list[int]] = function(*arguments)
+        except EnvError:
+            self._was_reset = False  # some environments have stepped, others not
+            self._queue = None
+            raise
+        return answer
+
+    def spawn(self, num_envs: int) -> SuiteVecEnv:
+        """Make an environment of the same suite on the initial states of ``val``, with workers of its own."""
+        return SuiteVecEnv(self.suite, num_envs, split="val", device=self.device, **self._options)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return an empty state when no episode runs; None otherwise, when there is no way to go on from here."""
+        return None if self._was_reset and (self._episode >= 0).any() else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a state in which no episode ran; ``reset`` starts the next.
+
+        Raises:
+            EnvStateError: for any other state.
+        """
+        if state:
+            raise EnvStateError(f"SuiteVecEnv has no state between episodes; this one holds {sorted(state)}.")
+        self._queue, self._next = [], 0
+        self._episode.fill(-1)
+        self._task.fill(-1)
+
+    def render(self, index: int = 0) -> NDArray[np.uint8]:
+        """Draw the scene of environment ``index`` as an ``[H, W, 3]`` picture.
+
+        Raises:
+            EnvError: when no episode runs in it, or its simulator cannot draw.
+        """
+        if self._episode[index] < 0:
+            raise EnvError(f"There is nothing to draw: environment {index} runs no episode.")
+        return self._workers.picture(index)
+
+    def close(self) -> None:
+        """Close the simulators and end the workers."""
+        self._workers.close()

@@ -1,0 +1,514 @@
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+from tests.point_suite import GOALS, PointSimulator, PointSuite
+from torch import Tensor, nn
+
+from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, RolloutStats, hash_init_state
+from apexrl.collectors.rollout_generator import RolloutGenerator
+from apexrl.collectors.suite_runner import SuiteRunner
+from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.envs.suites.base import Simulator
+from apexrl.errors import ConfigError, EnvError
+from apexrl.policies.base import Policy
+from apexrl.types import Observation, PolicyOutput
+
+CHUNK = 5
+LETTERS = {"r": 0, "l": 1, "u": 2}
+SOMETIMES, ALWAYS, NEVER = 0.5, 1.0, 0.0
+
+
+class PointPolicy(Policy):
+    """Each chunk goes to the goal that the instruction names with probability ``skill``, else away from it."""
+
+    def __init__(self, *skills: float) -> None:
+        super().__init__()
+        self.skills = nn.Parameter(torch.tensor([*skills, *[skills[-1]] * (3 - len(skills))]), requires_grad=False)
+        self.modes: list[bool] = []
+
+    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
+        assert isinstance(obs, TensorDict)
+        self.modes.append(self.training)
+        task = torch.tensor([LETTERS[chr(letter)] for letter in obs["instruction"][:, 3].tolist()])
+        goal, position = torch.tensor(GOALS)[task], obs["state"].clone()
+        luck = torch.full((len(task), 1), 0.5) if deterministic else torch.rand(len(task), 1)
+        sign = torch.where(luck < self.skills[task].unsqueeze(-1), 1.0, -1.0)
+        plan = []
+        for _ in range(CHUNK):
+            plan.append(sign * (10 * (goal - position)).clamp(-1, 1))
+            position = (position + 0.1 * plan[-1]).clamp(-1, 1)
+        return PolicyOutput(torch.cat(plan, -1), luck.log(), torch.zeros(len(task), 1))
+
+    def act(self, carry: dict[str, Any], deterministic: bool = False) -> dict[str, Tensor]:
+        output = super().act(carry, deterministic)
+        return {**output, "denoising": output["action"].unsqueeze(1).expand(-1, 3, -1)}
+
+    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def get_value(self, obs: Observation) -> Tensor:
+        raise NotImplementedError
+
+
+def runner(
+    *skills: float, num_tasks: int = 2, num_states: int = 6, num_envs: int = 3, radius: float = 0.1
+) -> SuiteRunner:
+    suite = PointSuite(num_tasks=num_tasks, num_states=num_states, radius=radius)
+    return SuiteRunner(SuiteVecEnv(suite, num_envs, chunk=CHUNK, num_workers=0), PointPolicy(*skills))
+
+
+def generator(
+    *skills: float, num_tasks: int = 2, num_states: int = 6, **options: Any
+) -> tuple[RolloutGenerator, list[str]]:
+    torch.manual_seed(0)
+    messages: list[str] = []
+    defaults: dict[str, Any] = {"rollouts_per_env": 4, "num_envs": 3, "on_message": messages.append}
+    made = runner(*skills, num_tasks=num_tasks, num_states=num_states)
+    return RolloutGenerator(made, **{**defaults, **options}), messages
+
+
+def successes(batch: TensorDict) -> Tensor:
+    returns: Tensor = batch["reward"].sum(0).squeeze(-1)
+    return returns
+
+
+def by_group(batch: TensorDict) -> list[list[float]]:
+    group = batch["group"][0, :, 0]
+    return [successes(batch)[group == number].tolist() for number in range(int(group.max()) + 1)]
+
+
+def master(path: Path, states: list[NDArray[np.float64]], count: int = 4) -> None:
+    stats = RolloutStats(path)
+    for state in states:
+        stats.record(hash_init_state(state), [True] * count, "right")
+    stats.write()
+
+
+def test_the_batch_is_whole_episodes_in_groups_padded_with_zeros() -> None:
+    made, _ = generator(SOMETIMES)
+    batch = made.collect(1)
+    lengths = batch["valid"].sum(0).squeeze(-1)
+    T = int(lengths.max())
+    assert list(batch.shape) == [T, 12]
+    assert batch["action"].shape == (T, 12, CHUNK * 2)
+    assert batch["denoising"].shape == (T, 12, 3, CHUNK * 2)
+    assert batch["observation", "instruction"].dtype == torch.uint8
+    assert batch["group"].dtype == torch.int64
+    assert batch["group"][..., 0].tolist() == [[0] * 4 + [1] * 4 + [2] * 4] * T
+    assert set(lengths.tolist()) > {4}  # short ones are padded
+    steps = torch.arange(T)[:, None, None]
+    assert torch.equal(batch["valid"], steps < lengths[:, None])
+    assert torch.equal(batch["done"], steps == lengths[:, None] - 1)  # an episode ends once, at its last step
+    assert torch.equal(batch["terminated"], batch["reward"] > 0)
+    for key in ("action", "sample_log_prob", "denoising", "reward", ("observation", "state"), ("metric", "success")):
+        assert not batch[key][~batch["valid"].squeeze(-1)].any(), key
+    assert set(batch["metric"].keys()) == {"success", "control_steps", "task_id"}
+    assert "next_observation" not in batch
+
+
+def test_every_column_is_what_its_simulator_did_from_the_init_state_of_its_group() -> None:
+    # 12 episodes in 3 environments: each column is put together from the pieces of one environment's stream.
+    made, _ = generator(SOMETIMES)
+    expected = InitStateSampler(InitStateDataset(made.env_runner.suite))
+    episodes = made.generate_rollouts()
+    assert len(episodes) == 12
+    for number in range(3):
+        sample = next(expected)
+        members = [episode for episode in episodes if episode["group"] == number]
+        assert len(members) == 4
+        for episode in members:
+            task_id = sample["task_id"]
+            assert episode["task_id"] == task_id == number % 2
+            assert episode["task_name"] == ("right", "left")[task_id]
+            assert episode["instruction"] == ("go right", "go left")[task_id]
+            assert episode["init_state_hash"] == hash_init_state(sample["init_state"])
+            np.testing.assert_array_equal(episode["init_state"], sample["init_state"])
+            simulator = PointSimulator(GOALS[task_id], 0.1)
+            simulator.restore(sample["init_state"])
+            solved, taken = False, 0
+            for state, chunk in zip(episode["observation"]["state"], episode["action"], strict=True):
+                assert not solved
+                np.testing.assert_array_equal(state, simulator.observe()["state"])
+                for action in chunk.view(CHUNK, 2).numpy():
+                    if not solved:
+                        solved, taken = simulator.advance(action), taken + 1
+            assert episode["success"] == solved == (episode["return"] == 1.0)
+            assert episode["control_steps"] == taken
+            assert episode["length"] == len(episode["action"]) == -(-taken // CHUNK)
+    assert {episode["success"] for episode in episodes} == {True, False}
+
+
+def test_without_dynamic_sampling_every_group_is_kept_and_no_state_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "stats.json"
+    made, messages = generator(ALWAYS, enable_rollout_stats_tracking=True, rollout_stats_path=path)
+    for count in range(1, 4):
+        batch = made.collect(0)
+        assert by_group(batch) == [[1.0] * 4] * 3
+        assert made.metrics()["collect/attempts"] == 1
+        assert sum(len(entry["outcomes"]) for entry in json.loads(path.read_text()).values()) == 12 * count
+    assert not [message for message in messages if "Skipped" in message or "Dropped" in message]
+
+
+def test_dynamic_sampling_drops_uniform_groups_and_draws_others() -> None:
+    # The policy masters one task and cannot learn from it; the other gives mixed groups.
+    made, messages = generator(ALWAYS, SOMETIMES, enable_dynamic_sampling=True, num_envs=4)
+    batch = made.collect(0)
+    assert len(by_group(batch)) == 4
+    assert all(0 < sum(group) < 4 for group in by_group(batch))
+    assert set(batch["metric", "task_id"][batch["valid"]].tolist()) == {1.0}
+    metrics = made.metrics()
+    assert metrics["collect/groups_wanted"] == 4
+    assert metrics["collect/groups_dropped"] >= 3
+    assert metrics["collect/attempts"] >= 2
+    assert any(message.startswith("Dropped 3 groups whose rollouts all succeeded: right ") for message in messages)
+
+
+def test_messages_name_states_by_the_beginning_of_their_hash() -> None:
+    made, messages = generator(NEVER, enable_dynamic_sampling=True, num_envs=1, oversample=1.0, max_attempts=1)
+    made.collect(0)
+    state = next(InitStateSampler(InitStateDataset(made.env_runner.suite)))["init_state"]
+    assert f"Dropped 1 group whose rollouts all failed: right {hash_init_state(state)[:8]}." in messages
+
+
+@pytest.mark.parametrize(("skill", "word"), [(ALWAYS, "succeeded"), (NEVER, "failed")])
+def test_a_suite_without_mixed_groups_ends_with_a_message(skill: float, word: str) -> None:
+    made, messages = generator(skill, enable_dynamic_sampling=True, enable_rollout_stats_tracking=True)
+    for _ in range(3):
+        messages.clear()
+        batch = made.collect(0)
+        assert batch["valid"].any()
+        assert made.steps_in(batch) > 0
+        assert all(len(set(group)) == 1 for group in by_group(batch))
+        assert any(f"whose rollouts all {word}" in message for message in messages)
+        assert any(message.startswith("No group had both successes and failures after") for message in messages)
+    assert made.metrics()["collect/attempts"] <= 4
+
+
+def test_attempts_are_capped_and_the_batch_is_what_was_found() -> None:
+    made, messages = generator(
+        ALWAYS, SOMETIMES, enable_dynamic_sampling=True, num_envs=6, oversample=1.0, max_attempts=1
+    )
+    batch = made.collect(0)
+    found = len(by_group(batch))
+    assert 0 < found <= 3  # half of the six groups are of the mastered task
+    assert f"Only {found} of 6 wanted groups were found after 1 attempt; training goes on with them." in messages
+
+
+def test_surplus_groups_are_kept_up_to_max_groups() -> None:
+    options: dict[str, Any] = {"enable_dynamic_sampling": True, "num_envs": 2, "oversample": 4.0}
+    assert len(by_group(generator(SOMETIMES, **options)[0].collect(0))) == 2
+    assert len(by_group(generator(SOMETIMES, max_groups=3, **options)[0].collect(0))) == 3
+
+
+def test_mastered_states_are_skipped_and_tested_again_after_the_threshold(tmp_path: Path) -> None:
+    path = tmp_path / "stats.json"
+    suite = PointSuite(num_tasks=1, num_states=3)
+    mastered, *others = suite.init_states(0)
+    master(path, [mastered])
+    made, messages = generator(
+        SOMETIMES,
+        num_tasks=1,
+        num_states=3,
+        num_envs=2,
+        oversample=1.0,
+        max_attempts=1,
+        enable_dynamic_sampling=True,
+        enable_rollout_stats_tracking=True,
+        rollout_stats_path=path,
+        rollout_skip_threshold=2,
+    )
+    name = hash_init_state(mastered)
+    line = f"Skipped 1 init state whose last 4 rollouts all succeeded: right {name[:8]}."
+    num_skips = 0
+    while RolloutStats(path).is_mastered(name, 4):
+        assert num_skips < 3
+        messages.clear()
+        made.collect(0)
+        if line in messages:
+            num_skips += 1
+            assert made.metrics()["collect/states_skipped"] == 1
+    assert num_skips == 3  # more often than twice
+    for _ in range(3):
+        made.collect(0)
+    assert len(RolloutStats(path).outcomes(name)) >= 4
+    assert all(RolloutStats(path).outcomes(hash_init_state(state)) for state in others)
+
+
+def test_when_every_state_is_mastered_some_are_tested_again(tmp_path: Path) -> None:
+    path = tmp_path / "stats.json"
+    suite = PointSuite(num_tasks=1, num_states=4)
+    master(path, suite.init_states(0))
+    made, messages = generator(
+        ALWAYS,
+        num_tasks=1,
+        num_states=4,
+        num_envs=2,
+        enable_dynamic_sampling=True,
+        enable_rollout_stats_tracking=True,
+        rollout_stats_path=path,
+    )
+    batch = made.collect(0)
+    assert successes(batch).tolist() == [1.0] * 8
+    assert made.metrics()["collect/states_skipped"] == 4
+    assert "No init state is left that is not mastered; 3 of them are tested again." in messages
+
+
+def test_episode_statistics_are_of_all_episodes_that_ran_also_the_dropped_ones() -> None:
+    made, _ = generator(ALWAYS, SOMETIMES, enable_dynamic_sampling=True, enable_rollout_stats_tracking=True)
+    batch = made.collect(0)
+    assert made.stats is not None
+    outcomes = [outcome for entry in made.stats.state_dict().values() for outcome in entry["outcomes"]]
+    assert len(outcomes) == made.metrics()["collect/episodes"] > batch.shape[1]
+    means = made.episode_metrics.means()
+    assert means["success_once"].item() == means["success_at_end"].item() == pytest.approx(np.mean(outcomes))
+    assert means["return"].item() == pytest.approx(np.mean(outcomes))
+    assert made.steps_in(batch) == round(means["control_steps"].item() * len(outcomes))
+    assert 1 <= means["episode_len"].item() <= 4
+    assert not {"task_id", "episode_id", "lost"} & means.keys()
+    assert made.metrics()["collect/control_steps"] == made.steps_in(batch)
+    assert made.metrics()["collect/control_steps_per_second"] > 0
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "enable_dynamic_sampling": True,
+        "enable_rollout_stats_tracking": True,
+        "rollout_stats_path": tmp_path / "stats.json",
+        "seed": 5,
+    }
+    made, _ = generator(ALWAYS, SOMETIMES, **options)
+    made.collect(0)
+    torch.save({"collector": made.state_dict(), "rng": torch.get_rng_state()}, tmp_path / "checkpoint.pt")
+    expected = [made.collect(0) for _ in range(2)]
+    assert made.stats is not None
+
+    resumed, _ = generator(ALWAYS, SOMETIMES, **{**options, "seed": 6})  # reads the file of the whole run
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    resumed.load_state_dict(saved["collector"])
+    torch.set_rng_state(saved["rng"])
+    for batch in expected:
+        again = resumed.collect(0)
+        assert again.shape == batch.shape
+        assert (again == batch).all()
+    assert resumed.stats is not None
+    assert resumed.stats.state_dict() == made.stats.state_dict()
+    for name, mean in made.episode_metrics.means().items():
+        assert torch.equal(resumed.episode_metrics.means()[name], mean)
+
+
+def test_restart_draws_in_another_order() -> None:
+    made, _ = generator(SOMETIMES)
+    first = made.collect(0)["observation", "state"][0]
+    made.restart(0)
+    assert torch.equal(made.collect(0)["observation", "state"][0], first)
+    made.restart(1)
+    assert not torch.equal(made.collect(0)["observation", "state"][0], first)
+
+
+def test_keep_limits_the_batch() -> None:
+    made, _ = generator(SOMETIMES, keep={"observation", "action"})
+    assert set(made.collect(0).keys()) == {
+        "observation", "action", "reward", "terminated", "truncated", "done", "metric", "valid", "group"
+    }  # fmt: skip
+
+
+def test_use_val_init_draws_from_the_validation_split() -> None:
+    suite = PointSuite()
+    val = {hash_init_state(state) for task in range(2) for state in suite.init_states(task, "val")}
+    sampler = InitStateSampler(InitStateDataset(suite))
+    made, _ = generator(SOMETIMES, use_val_init=True, init_state_dataloader=sampler)
+    assert {episode["init_state_hash"] for episode in made.generate_rollouts()} <= val
+
+
+def test_any_loader_of_samples_or_of_lists_of_samples_goes() -> None:
+    dataset = InitStateDataset(PointSuite())
+    wanted = [hash_init_state(dataset[index]["init_state"]) for index in (3, 8, 3)]
+    for loader in ([dataset[3], dataset[8]], [[dataset[3], dataset[8]]]):
+        made, _ = generator(SOMETIMES, init_state_dataloader=loader, init_state_dataset=dataset)
+        assert [episode["init_state_hash"] for episode in made.generate_rollouts()[::4]] == wanted
+    made, _ = generator(SOMETIMES, init_state_dataloader=[[]])
+    with pytest.raises(ConfigError, match="gives no samples"):
+        made.collect(0)
+
+
+def test_simulators_are_made_once_and_reused() -> None:
+    made, messages = generator(SOMETIMES)
+    made.collect(0)
+    first = made.metrics()
+    assert first["collect/envs_created"] > 0
+    assert any(message.startswith("Made ") for message in messages)
+    assert made.created_envs == {0: (made.env, 0, 3), 1: (made.env, 1, 3)}
+    for _ in range(4):  # until each of the three environments has met both tasks
+        made.collect(0)
+    messages.clear()
+    made.collect(0)
+    assert made.metrics()["collect/envs_created"] == 0
+    assert made.metrics()["collect/envs_reused"] == 12
+    assert messages == []
+    made.cleanup()
+    assert made.created_envs == {}
+
+
+def test_the_policy_that_it_follows_acts_in_evaluation_mode() -> None:
+    made, _ = generator(NEVER)
+    other = PointPolicy(ALWAYS).train()
+    made.follow(other)
+    assert successes(made.collect(0)).tolist() == [1.0] * 12
+    assert set(other.modes) == {False}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"rollouts_per_env": 1}, "algo.rloo_batch_size must be at least 2, got 1"),
+        ({"num_envs": 0}, "task.num_parallel_envs must be at least 1"),
+        ({"oversample": 0.5}, "algo.oversample must be at least 1, got 0.5"),
+        ({"max_attempts": 0}, "algo.max_attempts must be at least 1"),
+        ({"max_groups": 2}, "max_groups must be at least 3, got 2"),
+        ({"max_steps": 7}, "max_steps is 7, but the environments end an episode after 20"),
+        ({"agent_gpus": [0, 1]}, "agent_gpus must name one of the"),
+        ({"rollout_skip_threshold": -1, "enable_rollout_stats_tracking": True}, "algo.rollout_skip_threshold"),
+    ],
+)
+def test_impossible_settings_are_named(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        generator(SOMETIMES, **options)
+
+
+class DyingSimulator(PointSimulator):
+    """Takes its process with it at the third step of an episode, once for each time that ``order`` was made."""
+
+    order: Path
+
+    def advance(self, action: NDArray[np.float32]) -> bool:
+        if self.steps == 2 and self.order.exists():
+            self.order.unlink()
+            os._exit(3)
+        return super().advance(action)
+
+
+class DyingSuite(PointSuite):
+    def __init__(self, order: Path) -> None:
+        super().__init__(num_tasks=1, radius=0.1)
+        self.order = order
+
+    def make_simulator(self, task_id: int) -> Simulator:
+        simulator = DyingSimulator(GOALS[task_id], self.radius)
+        simulator.order = self.order
+        return simulator
+
+
+@pytest.fixture(scope="module")
+def dying_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuiteVecEnv]:
+    """Two environments that share a worker, so that both episodes are lost when it dies."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that the worker need not import PyTorch
+    env = SuiteVecEnv(DyingSuite(tmp_path_factory.mktemp("orders") / "die"), 2, chunk=CHUNK, num_workers=1)
+    yield env
+    env.close()
+
+
+def dying_generator(env: SuiteVecEnv, **options: Any) -> RolloutGenerator:
+    assert isinstance(env.suite, DyingSuite)
+    env.suite.order.touch()
+    torch.manual_seed(0)
+    return RolloutGenerator(SuiteRunner(env, PointPolicy(SOMETIMES)), **options)
+
+
+def test_a_group_goes_on_without_its_lost_episodes(dying_env: SuiteVecEnv) -> None:
+    made = dying_generator(dying_env, rollouts_per_env=4, num_envs=2)
+    batch = made.collect(0)
+    assert batch["group"][0, :, 0].tolist() == [0, 0, 1, 1, 1, 1]
+    assert batch["valid"].any(0).all()
+    assert made.metrics()["collect/episodes"] == 8
+    assert made.collect(0).shape[1] == 8
+
+
+def test_a_group_with_one_episode_left_is_replaced(dying_env: SuiteVecEnv) -> None:
+    messages: list[str] = []
+    made = dying_generator(
+        dying_env, rollouts_per_env=3, num_envs=2, enable_rollout_stats_tracking=True, on_message=messages.append
+    )
+    batch = made.collect(0)
+    assert made.metrics()["collect/lost_episodes"] == 2
+    assert made.metrics()["collect/attempts"] == 2
+    assert "Discarded 2 episodes: the workers that ran them died." in messages
+    assert [len(group) for group in by_group(batch)] == [3, 3]
+    assert torch.equal(batch["done"].sum(0), torch.ones(6, 1, dtype=torch.int64))
+    assert made.stats is not None
+    outcomes = [entry["outcomes"] for entry in made.stats.state_dict().values()]
+    assert sorted(map(len, outcomes)) == [1, 3, 3]
+    assert made.episode_metrics.means()["success_once"].item() == pytest.approx(np.mean(np.concatenate(outcomes)))
+
+
+def test_an_environment_that_loses_everything_is_an_error(dying_env: SuiteVecEnv) -> None:
+    made = dying_generator(dying_env, rollouts_per_env=2, num_envs=1, max_attempts=1)
+    with pytest.raises(EnvError, match="All 2 episodes of a batch were lost"):
+        made.collect(0)
+
+
+def test_evaluation_covers_every_task_and_touches_nothing() -> None:
+    results = []
+    for num_envs in (1, 4):
+        evaluated = runner(ALWAYS, NEVER, num_envs=num_envs)
+        evaluated.policy.train()
+        state = torch.get_rng_state()
+        results.append(evaluated.run())
+        assert torch.equal(torch.get_rng_state(), state)
+        assert evaluated.policy.training
+        assert isinstance(evaluated.policy, PointPolicy)
+        assert set(evaluated.policy.modes) == {False}
+    assert results[0] == results[1]
+    assert results[0] == {
+        "overall_success_rate": 0.5,
+        "reward": 0.5,
+        "episodes": 12,
+        "lost": 0,
+        "per_task": {
+            "right": {"success_rate": 1.0, "successes": 6, "episodes": 6},
+            "left": {"success_rate": 0.0, "successes": 0, "episodes": 6},
+        },
+    }
+    assert json.loads(json.dumps(results[0])) == results[0]
+
+
+def test_evaluation_takes_the_first_init_states_of_the_validation_split() -> None:
+    evaluated = runner(ALWAYS)
+    assigned: list[Any] = []
+    assign = evaluated.env.assign
+    evaluated.env.assign = lambda episodes: (assigned.extend(episodes), assign(episodes))[1]  # type: ignore[func-returns-value,method-assign]
+    assert evaluated.run(2)["episodes"] == 4
+    for task in range(2):
+        for index in range(2):
+            episode = assigned[2 * task + index]
+            assert episode.task_id == task
+            np.testing.assert_array_equal(episode.init_state, evaluated.suite.init_states(task, "val")[index])
+    with pytest.raises(ValueError, match="episodes_per_task"):
+        evaluated.run(0)
+
+
+def test_sampled_evaluation_follows_its_seed() -> None:
+    evaluated = runner(SOMETIMES, num_states=20)
+    results = [evaluated.run(deterministic=False, seed=seed) for seed in (1, 1, 2)]
+    assert results[0] == results[1] != results[2]
+
+
+def test_the_runner_runs_one_task_from_given_states() -> None:
+    one = runner(ALWAYS)
+    states = one.suite.init_states(1)[:2]
+    created = one.create_parallel_envs("left")
+    assert created == (one.env, 1, 3)
+    batch = one.run_policy_in_env("left", states, created_env=created, keep={"observation"})
+    assert batch["metric", "task_id"][0].tolist() == [[1.0], [1.0]]
+    np.testing.assert_array_equal(batch["observation", "state"][0], np.stack(states)[:, :2].astype(np.float32))
+    with pytest.raises(ConfigError, match="has no task 'lefd'"):
+        one.create_parallel_envs("lefd")
