@@ -3,21 +3,32 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LIBERO := $(VENV)/.installed-libero
 
-.PHONY: help install train test test-gpu check format bench clean
+.PHONY: help install install-libero train test test-gpu check format bench clean
 
 help:  ## List the targets.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 install: $(STAMP)  ## Make .venv with the package and its tools.
 
 # torch goes first and alone: resolved together with the rest, a machine without a GPU may get gigabytes of CUDA packages.
+# Meta-World goes in without its requirements: it asks for one version of MuJoCo, and runs on others.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps metaworld
 	touch $(STAMP)
+
+install-libero: $(LIBERO)  ## Add LIBERO to .venv (1 GB; its scene files come apart).
+
+# Without their requirements, which would bring transformers, torchvision and robomimic: the extra names what is used.
+$(LIBERO): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps hf-libero robosuite bddl
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,libero]"
+	touch $(LIBERO)
 
 train: install  ## Train the default preset (lift_ppo) and show the result.
 	$(BIN)/apexrl train lift_ppo

@@ -16,6 +16,7 @@ from apexrl.envs import VecEnv
 from apexrl.policies import Policy, ROAPolicy
 from apexrl.rollout import make_actor, rollout
 from apexrl.run import TrainedPolicy, load_trained, make_task
+from apexrl.sections import TaskConfig
 from apexrl.types import OBSERVATION
 
 EPISODES, SEED, ABLATION_SEED = 256, 12345, 777
@@ -103,6 +104,7 @@ def compare(trained: TrainedPolicy, episodes: int = EPISODES) -> Adaptation:
 
 def _with_options(trained: TrainedPolicy, num_envs: int, options: dict[str, Any]) -> VecEnv:
     task = trained.config.task
+    assert isinstance(task, TaskConfig)
     config = replace(trained.config, task=replace(task, kwargs={**task.kwargs, **options}))
     return make_task(config, trained.device, num_envs)
 

@@ -1,4 +1,4 @@
-"""The command line: train, eval, play, export, plot, list, check-env, bench."""
+"""The command line: train, eval, play, export, plot, demos, list, check-env, bench."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from apexrl.agent import Trainer
     from apexrl.config import Config
     from apexrl.envs import VecEnv
+    from apexrl.evaluation import EvaluationResult
     from apexrl.policies import Policy
 
 Overrides = list[tuple[str, str]]
 """``section.key`` and the text given for it."""
 Command = Callable[[argparse.Namespace, Overrides], int]
-COMMANDS = ("train", "eval", "play", "export", "plot", "list", "check-env", "bench")
+COMMANDS = ("train", "eval", "play", "export", "plot", "list", "check-env", "bench", "demos")
 _NO_MEMORY = re.compile(r"allocate memory|not enough memory|out of memory|Storage size", re.IGNORECASE)
 """How PyTorch says it; its exception is a plain RuntimeError on the CPU."""
 DESCRIPTION = """\
@@ -36,6 +37,7 @@ Train robot policies with reinforcement learning.
   apexrl play runs/mine                        write a video
   apexrl export runs/mine                      write policy.onnx and policy.pt for a robot
   apexrl plot runs/a runs/b                    draw learning curves
+  apexrl demos mt10 --per-task 10              record demonstrations to imitate
 """
 
 
@@ -144,6 +146,16 @@ def _parser() -> argparse.ArgumentParser:
     plot = command("plot", "Draw the learning curves of runs; for PPO-ROA also how the student adapts.", _plot)
     plot.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     plot.add_argument("--output", type=Path, metavar="FILE.png", help="default curve.png in the first run directory")
+
+    demos = command("demos", "Record demonstrations of a suite's scripted experts.", _demos)
+    demos.add_argument("suite", metavar="SUITE", help="mt10, mt50, metaworld:TASK or metaworld:MT10")
+    demos.add_argument("--per-task", type=_positive, default=10, metavar="K", help="default 10")
+    demos.add_argument("--output", type=Path, metavar="DIR", help="default demos/<suite>")
+    demos.add_argument("--tasks", default="", metavar="NAMES", help="some tasks of the suite, such as reach-v3,push-v3")
+    demos.add_argument("--cameras", default="", metavar="NAMES", help="also record pictures, such as corner2")
+    demos.add_argument("--image-size", type=_positive, default=64, metavar="N", help="edge of the pictures, default 64")
+    demos.add_argument("--proprioception", action="store_true", help="leave places of objects out of the state")
+    demos.add_argument("--num-workers", type=_positive, metavar="N", help="processes; default one a core")
 
     command("list", "List presets, tasks and algorithms.", _list)
     bench = command("bench", "Run a benchmark of the source tree against the peers it needs (make bench).", _bench)
@@ -273,12 +285,17 @@ def _check_same_run(asked: Config, source: str, run_dir: Path) -> None:
 def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:
     """Show what came out: evaluation, picture, video."""
     from apexrl.plots import plot_runs
+    from apexrl.sections import SuiteConfig
+    from apexrl.suite_run import write_final_results
 
     episodes = config.training.final_eval_episodes
     if episodes:
         with _progress("Evaluating", episodes) as tell:
             result = trainer.evaluate(episodes, on_progress=tell)
         print(f"Evaluation: {result.summary()}")
+        _show_tasks(result, run_dir, config.features.save_plot)
+    if isinstance(config.task, SuiteConfig):
+        print(f"Results: {write_final_results(run_dir, trainer.iteration, trainer.total_steps)}")
     if config.features.save_plot:
         try:
             print(f"Learning curve: {plot_runs([run_dir], run_dir / 'curve.png')}")
@@ -290,6 +307,19 @@ def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:
         except EnvError as error:
             print(f"No video: {error}")
     print(f"Run directory: {run_dir} (apexrl eval {run_dir}, apexrl play {run_dir}, tensorboard --logdir {run_dir})")
+
+
+def _show_tasks(result: EvaluationResult, directory: Path, draw: bool) -> None:
+    """Print the success of every task of a suite, and draw it as bars."""
+    from apexrl.plots import plot_tasks
+
+    tasks = result.record().get("per_task", {})
+    for name, task in tasks.items():
+        low, high = task["interval"]
+        rate = f"{100 * task['success_rate']:5.1f} % ({100 * low:.0f} to {100 * high:.0f} %)"
+        print(f"  {name:28} {rate} over {task['episodes']} episodes")
+    if tasks and draw:
+        print(f"Success of each task: {plot_tasks(tasks, directory / 'tasks.png')}")
 
 
 def _video(env: VecEnv, policy: Policy, path: Path, seed: int, episodes: int) -> None:
@@ -322,6 +352,7 @@ def _eval(options: argparse.Namespace, _: Overrides) -> int:
         )
     env.close()
     print(f"{trained.checkpoint}: {result.summary()}")
+    _show_tasks(result, trained.checkpoint.parent, draw=False)
     for name, value in result.logs().items():
         print(f"  {name} {value:.4g}")
     if options.csv is not None and result.step_rows is not None:
@@ -383,11 +414,42 @@ def _plot_adaptation(run_dir: Path, curve: Path) -> None:
     print(plot_adaptation(run_dir, curve.with_name(f"{run_dir.resolve().name}-adaptation{curve.suffix}")))
 
 
+def _demos(options: argparse.Namespace, _: Overrides) -> int:
+    from apexrl.demos import Recorded, record_demos
+    from apexrl.envs.mujoco_simulation import num_cores
+    from apexrl.envs.suites import make_suite
+
+    suite = make_suite(
+        options.suite,
+        [name for name in options.tasks.split(",") if name],
+        cameras=tuple(name for name in options.cameras.split(",") if name),
+        image_size=options.image_size,
+        privileged=not options.proprioception,
+    )
+    output = options.output or Path("demos") / options.suite.replace(":", "_").lower()
+    with _progress("Recording", suite.num_tasks) as tell:
+        done = 0
+
+        def note(_: str, __: Recorded) -> None:
+            nonlocal done
+            done += 1
+            tell(done)
+
+        workers = min(options.num_workers or num_cores(), suite.num_tasks)
+        recorded = record_demos(suite, output, options.per_task, num_workers=workers, on_progress=note)
+    for name, task in recorded.items():
+        failed = f", {task.num_failures} attempts failed" if task.num_failures else ""
+        print(f"  {name:28} {task.num_demos} demonstrations, {task.num_steps} steps{failed}")
+    print(f"Demonstrations: {output}")
+    return 0
+
+
 def _list(_: argparse.Namespace, __: Overrides) -> int:
     from apexrl.algorithms import ALGORITHMS
     from apexrl.config import preset_names, preset_summary
     from apexrl.envs.mujoco import TASKS as MUJOCO_TASKS
     from apexrl.envs.mujoco_tasks import TASKS as GYMNASIUM_TASKS
+    from apexrl.envs.suites import SUITES
     from apexrl.envs.tasks import TASKS
 
     print("Presets (apexrl train NAME):")
@@ -399,6 +461,8 @@ def _list(_: argparse.Namespace, __: Overrides) -> int:
     for name in [name for name in MUJOCO_TASKS if name not in GYMNASIUM_TASKS]:
         print(f"  {f'mujoco/{name}':18} {(MUJOCO_TASKS[name].__doc__ or '').splitlines()[0]}")
     print(f"  {'mujoco/NAME':18} Gymnasium's {', '.join(GYMNASIUM_TASKS)}, faster and with threads.")
+    print("Suites of tasks (--task.benchmark_name NAME, for rloo and bc):")
+    print(f"  {', '.join(SUITES)}, and metaworld:TASK for one task")
     print("Algorithms (--algo.name NAME):")
     for name, (algorithm, _config) in ALGORITHMS.items():
         print(f"  {name:18} {(algorithm.__doc__ or '').splitlines()[0]}")

@@ -22,6 +22,7 @@ from apexrl.errors import ConfigError, did_you_mean
 from apexrl.sections import FeaturesConfig, LoggingConfig, PolicyConfig, SuiteConfig, TaskConfig, VLAConfig
 
 DEFAULT_PRESET = "lift_ppo"
+SUITE_ALGORITHMS = ("rloo", "bc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,10 @@ class Config:
             raise ConfigError(
                 f"policy.kind must be one of {kinds} for algo.name '{self.algo.name}', got '{self.policy.kind}'."
             )
+        is_suite, takes_suites = isinstance(self.task, SuiteConfig), self.algo.name in SUITE_ALGORITHMS
+        if is_suite != takes_suites:
+            needs = "task.benchmark_name, a suite of tasks," if takes_suites else "task.id, not task.benchmark_name,"
+            raise ConfigError(f"algo.name '{self.algo.name}' needs {needs} got '{self.task.id}'.")
         self.algo.check_rollout(self.task.num_envs, keeps_sequences=self.policy.kind == "gru")
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,13 @@ from tensordict import TensorDict
 
 from apexrl.envs.base import VecEnv
 from apexrl.errors import EnvError, RunDirError
-from apexrl.metrics import EpisodeMetrics, FinishedEpisodes, evaluation_log_names, fold_episodes
+from apexrl.metrics import (
+    IDENTITY_FIELDS,
+    EpisodeMetrics,
+    FinishedEpisodes,
+    evaluation_log_names,
+    fold_episodes,
+)
 from apexrl.policies.base import Policy
 from apexrl.rollout import initial_state, make_actor, rollout
 from apexrl.types import METRIC, OBSERVATION, REWARD, Carry
@@ -36,6 +42,8 @@ class EvaluationResult:
     """Episode field -> one value an episode; NaN where a metric was never reported."""
     step_rows: StepRows | None = field(default=None, repr=False)
     """One row a step for each environment, when asked for."""
+    task_names: Sequence[str] = ()
+    """Of an environment with several tasks."""
 
     @property
     def num_episodes(self) -> int:
@@ -62,7 +70,8 @@ class EvaluationResult:
 
     def logs(self) -> dict[str, float]:
         """Return every mean under its log name, and the spread of the returns."""
-        logs = {log: self.mean(name) for name in self.episodes for log in evaluation_log_names(name)}
+        fields = [name for name in self.episodes if name not in IDENTITY_FIELDS]
+        logs = {log: self.mean(name) for name in fields for log in evaluation_log_names(name)}
         returns = self.episodes["return"]
         for name, value in (
             ("mean", returns.mean()),
@@ -77,13 +86,31 @@ class EvaluationResult:
         """Return a JSON-able summary: episodes, and mean and interval of every field."""
         record: dict[str, Any] = {"episodes": self.num_episodes}
         for name in self.episodes:
-            if len(self._known(name)):
+            if len(self._known(name)) and name not in IDENTITY_FIELDS:
                 record[name] = self.mean(name)
                 record[f"{name}_interval"] = list(self.interval(name))
         if "success_once" in record:
             record["success_rate"] = record["success_once"]
             record["success_rate_interval"] = record["success_once_interval"]
+        if tasks := self.per_task():
+            record["per_task"] = {
+                name: {
+                    "success_rate": task.mean("success_once"),
+                    "interval": list(task.interval("success_once")),
+                    "episodes": task.num_episodes,
+                }
+                for name, task in tasks.items()
+            }
         return record
+
+    def per_task(self) -> dict[str, EvaluationResult]:
+        """Return the episodes of each task that had any; nothing for an environment with one task."""
+        parts = {}
+        for index, name in enumerate(self.task_names):
+            rows = self.episodes["task_id"] == index
+            if rows.any():
+                parts[name] = EvaluationResult({key: values[rows] for key, values in self.episodes.items()})
+        return parts
 
     def summary(self) -> str:
         """Return one line for people."""
@@ -172,7 +199,7 @@ def evaluate(
     }
     # Past its quota an environment goes on until the others are done; those steps belong to no counted episode.
     rows = {index: env_rows[: counted_steps[index]] for index, env_rows in rows.items()}
-    return EvaluationResult(episodes, rows if record_steps else None)
+    return EvaluationResult(episodes, rows if record_steps else None, env.task_names)
 
 
 @contextmanager

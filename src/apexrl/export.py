@@ -28,6 +28,7 @@ from apexrl.export_card import as_json, control, inputs_and_outputs
 from apexrl.models.encoder import PRIVILEGED_GROUPS, leaves
 from apexrl.policies import Policy
 from apexrl.rollout import initial_state, make_actor, rollout
+from apexrl.sections import SuiteConfig, TaskConfig
 from apexrl.types import ACTION, DONE, OBSERVATION, Observation
 
 FORMAT = 1
@@ -123,9 +124,12 @@ def export_policy(source: Path, output: Path | None = None, formats: Sequence[st
     """
     _check_formats(formats)
     trained = run.load_trained(source)
+    task = trained.config.task
+    if isinstance(task, SuiteConfig):
+        raise ExportError(f"{source} was trained on the suite {task.id}; policies of suites cannot be exported yet.")
     env = trained.make_env(NUM_ENVS)
     try:
-        about = {**_origin(trained), "control": control(env, trained.config.task)}
+        about = {**_origin(trained, task), "control": control(env, task)}
         directory = _default_output(source) if output is None else output
         return write_policy(trained.policy, env, directory, formats, about=about)
     finally:
@@ -350,12 +354,12 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _origin(trained: run.TrainedPolicy) -> dict[str, Any]:
+def _origin(trained: run.TrainedPolicy, task: TaskConfig) -> dict[str, Any]:
     content = checkpoint.load(trained.checkpoint)
     return {
         "algorithm": trained.config.algo.name,
         "policy": trained.config.policy.kind,
-        "task": {"id": trained.config.task.id, "kwargs": trained.config.task.kwargs},
+        "task": {"id": task.id, "kwargs": task.kwargs},
         "checkpoint": {
             "name": trained.checkpoint.name,
             "iteration": content["iteration"],

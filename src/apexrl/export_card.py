@@ -15,13 +15,13 @@ import numpy as np
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.config import TaskConfig
 from apexrl.envs import GymVecEnv, MujocoVecEnv, VecEnv, gym_make_fns
 from apexrl.envs.tasks.base import TensorTask
 from apexrl.models.actor import choice_sizes
 from apexrl.models.encoder import is_picture, leaf_spaces, leaves
 from apexrl.models.normalizer import RunningNormalizer
 from apexrl.policies import Policy
+from apexrl.sections import TaskConfig
 from apexrl.types import ACTION, CMD_KEY, OBJECT_KEY, OBS_KEY, OBSERVATION
 
 MEANINGS = {

@@ -24,6 +24,10 @@ RESERVED_NAMES = frozenset({"reward", "done", "return", "episode_len", "success_
 """Fields that every episode has; no metric may take their names."""
 
 
+IDENTITY_FIELDS = ("task_id", "episode_id")
+"""Metrics that say which episode it was; their means mean nothing and are not logged."""
+
+
 @dataclass(frozen=True)
 class MetricSpec:
     """Declares one metric of a task.

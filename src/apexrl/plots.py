@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,30 @@ def plot_runs(run_dirs: Sequence[Path], path: Path) -> Path:
     axes[0][0].legend(fontsize=7)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.part")
+    figure.savefig(temporary, dpi=130, format=path.suffix.lstrip("."))
+    plt.close(figure)
+    return temporary.replace(path)
+
+
+def plot_tasks(tasks: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
+    """Draw the success rate of each task with its interval, as bars."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = list(tasks)
+    rates = [100 * tasks[name]["success_rate"] for name in names]
+    bounds = [[100 * bound for bound in tasks[name]["interval"]] for name in names]
+    below = [max(0.0, rate - low) for rate, (low, _) in zip(rates, bounds, strict=True)]
+    above = [max(0.0, high - rate) for rate, (_, high) in zip(rates, bounds, strict=True)]
+    figure, axis = plt.subplots(figsize=(6.5, 1.2 + 0.34 * len(names)))
+    axis.barh(names, rates, xerr=[below, above], color="C0", alpha=0.8, error_kw={"capsize": 2, "elinewidth": 1})
+    axis.invert_yaxis()
+    axis.set(xlim=(0, 101), xlabel="success, % (95 % interval)")
+    axis.grid(axis="x", alpha=0.3)
+    figure.tight_layout()
     temporary = path.with_name(f".{path.name}.part")
     figure.savefig(temporary, dpi=130, format=path.suffix.lstrip("."))
     plt.close(figure)

@@ -8,8 +8,8 @@ import random
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,16 @@ import yaml
 from apexrl.agent import Trainer, checkpoint
 from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig
 from apexrl.algorithms.base import find_device
-from apexrl.collectors import AsyncCollector, BaseCollector, SyncCollector
-from apexrl.config import Config, PolicyConfig, make_config, parse_yaml, with_overrides
+from apexrl.collectors import AsyncCollector, BaseCollector, RolloutGenerator, SyncCollector
+from apexrl.config import Config, make_config, parse_yaml, with_overrides
 from apexrl.envs import VecEnv, make_env
+from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.errors import ApexRLError, CheckpointError, ConfigError, RunDirError
 from apexrl.graphs import Acceleration
 from apexrl.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger, cut_json_lines
 from apexrl.policies import Policy
+from apexrl.sections import PolicyConfig, SuiteConfig, VLAConfig
+from apexrl.suite_run import SuiteResults, make_suite_collector, make_suite_env, suite_training
 
 # What may change when a run goes on: how long, how often, and where to; not what is learned.
 RESUMABLE_SECTIONS = ("training", "logging", "features")
@@ -176,26 +179,17 @@ def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), 
         # A graph must not be captured while another thread uses the device.
         acceleration = replace(acceleration, graphs=False)
     algorithm: BaseAlgorithm = make(policy=policy, cfg=config.algo, acceleration=acceleration)
-    acting, keep, seed = algorithm.rollout_policy, algorithm.required_keys, config.training.seed
-    collector: BaseCollector
-    if in_background:
-        collector = AsyncCollector(
-            env,
-            acting,
-            keep=keep,
-            seed=seed,
-            max_staleness=config.training.max_staleness,
-            step_timeout=config.training.step_timeout,
-            acceleration=acceleration,
-        )
-    else:
-        collector = SyncCollector(env, acting, keep=keep, seed=seed, acceleration=acceleration)
+    loggers = list(loggers)
+    training = config.training
+    if isinstance(config.task, SuiteConfig):
+        training = suite_training(config.training, config.logging.log_freq, config.algo)
+        loggers.append(SuiteResults(run_dir))
     trainer = Trainer(
         env,
         policy,
         algorithm,
-        config.training,
-        collector=collector,
+        training,
+        collector=_make_collector(config, env, algorithm, acceleration, run_dir),
         loggers=loggers,
         run_dir=run_dir,
         save_dir=run_dir / "checkpoints",
@@ -206,7 +200,29 @@ def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), 
     )
     if in_background and features.graphs and device.type == "cuda":
         trainer.tell("training.collector async switches CUDA graphs off: another thread uses the device.")
+    if isinstance(trainer.collector, RolloutGenerator):
+        trainer.collector.on_message = trainer.tell
     return trainer
+
+
+def _make_collector(
+    config: Config, env: VecEnv, algorithm: BaseAlgorithm, acceleration: Acceleration, run_dir: Path
+) -> BaseCollector:
+    acting, keep, seed = algorithm.rollout_policy, algorithm.required_keys, config.training.seed
+    if isinstance(config.task, SuiteConfig):
+        assert isinstance(env, SuiteVecEnv)
+        return make_suite_collector(config.task, algorithm, config.algo, env, seed=seed, run_dir=run_dir)
+    if config.training.collector == "async":
+        return AsyncCollector(
+            env,
+            acting,
+            keep=keep,
+            seed=seed,
+            max_staleness=config.training.max_staleness,
+            step_timeout=config.training.step_timeout,
+            acceleration=acceleration,
+        )
+    return SyncCollector(env, acting, keep=keep, seed=seed, acceleration=acceleration)
 
 
 @dataclass(frozen=True)
@@ -265,6 +281,8 @@ def _start_from(policy: Policy, source: Path, env: VecEnv) -> None:
 def make_task(config: Config, device: torch.device, num_envs: int | None = None) -> VecEnv:
     """Make the environments of a configuration."""
     task = config.task
+    if isinstance(task, SuiteConfig):
+        return make_suite_env(task, device, num_envs)
     count = num_envs or task.num_envs
     try:
         return make_env(task.id, count, device=device, num_workers=min(task.num_workers, count), **task.kwargs)
@@ -274,10 +292,20 @@ def make_task(config: Config, device: torch.device, num_envs: int | None = None)
         raise ConfigError(f"task.kwargs {task.kwargs} cannot be given to '{task.id}': {error}.") from error
 
 
-def make_policy(cfg: PolicyConfig, env: VecEnv, device: torch.device, algo: AlgorithmConfig | None = None) -> Policy:
+def make_policy(
+    cfg: PolicyConfig | VLAConfig, env: VecEnv, device: torch.device, algo: AlgorithmConfig | None = None
+) -> Policy:
     """Make the policy of a configuration for an environment's spaces; for PPO when no algorithm is given."""
     algo = algo or PPOConfig()
     algorithm = ALGORITHMS[algo.name][0]
+    if isinstance(cfg, VLAConfig):
+        options = {entry.name: getattr(cfg, entry.name) for entry in fields(cfg) if entry.name != "kind"}
+        return algorithm.policies["vla"].for_env(env, chunk=getattr(env, "chunk", 1), **options).to(device)
+    policy = algorithm.policies[cfg.kind].for_env(env, **_policy_options(cfg, algorithm.critic_options(algo)))
+    return policy.to(device)
+
+
+def _policy_options(cfg: PolicyConfig, critic_options: Mapping[str, Any]) -> dict[str, Any]:
     head = {
         "distribution": cfg.distribution,
         "init_std": cfg.init_std,
@@ -290,7 +318,7 @@ def make_policy(cfg: PolicyConfig, env: VecEnv, device: torch.device, algo: Algo
         "hidden_dims": cfg.hidden_dims if cfg.critic_hidden_dims is None else cfg.critic_hidden_dims,
         "activation": cfg.activation,
         "groups": cfg.critic_groups,
-        **algorithm.critic_options(algo),
+        **critic_options,
     }
     options: dict[str, dict[str, Any]] = {
         "mlp": {"actor_cfg": {**layers, "groups": cfg.actor_groups, **head}, "critic_cfg": critic_cfg},
@@ -306,8 +334,7 @@ def make_policy(cfg: PolicyConfig, env: VecEnv, device: torch.device, algo: Algo
             "head_options": head,
         },
     }
-    policy = algorithm.policies[cfg.kind].for_env(env, **options[cfg.kind], normalize_obs=cfg.normalize_obs)
-    return policy.to(device)
+    return {**options[cfg.kind], "normalize_obs": cfg.normalize_obs}
 
 
 def prepare_device(config: Config) -> torch.device:

@@ -54,14 +54,15 @@ class SuiteConfig:
     """Episodes that run side by side, with one inference for all."""
     num_workers: int | None = None
     """Processes that simulate; null for one a core, or one an episode where cameras draw; 0 simulates here."""
-    max_cached_envs: int = 10
-    """Simulators that a process keeps; the least recently used one is closed beyond that."""
+    max_cached_envs: int | None = None
+    """Simulators that are kept, in all processes together; the least recently used one is closed beyond that. null for
+    64, or 4 where cameras draw; at least one for each episode that runs."""
     max_episode_length: int | None = None
     """Control steps of an episode; null for the suite's own."""
     chunk: int = 5
     """Actions that the policy gives at once."""
     cameras: tuple[str, ...] = ()
-    """Pictures that the policy sees, such as corner2 (Meta-World), or agentview and robot0_eye_in_hand (LIBERO)."""
+    """Pictures that the policy sees, such as corner2 (Meta-World), or agentview and eye_in_hand (LIBERO)."""
     image_size: int = 64
     """Edge of the pictures."""
     privileged: bool = True
@@ -73,10 +74,9 @@ class SuiteConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_parallel_envs", "max_cached_envs", "chunk", "image_size"):
-            if not 1 <= getattr(self, name) <= MAX_SUITE_SIZE:
-                raise ConfigError(
-                    f"task.{name} must be at least 1 and at most {MAX_SUITE_SIZE}, got {getattr(self, name)}."
-                )
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MAX_SUITE_SIZE:
+                raise ConfigError(f"task.{name} must be at least 1 and at most {MAX_SUITE_SIZE}, got {value}.")
         if self.max_episode_length is not None and self.max_episode_length < 1:
             raise ConfigError(f"task.max_episode_length must be at least 1 or null, got {self.max_episode_length}.")
         if self.num_workers is not None and not 0 <= self.num_workers <= self.num_parallel_envs:
@@ -175,12 +175,20 @@ class VLAConfig:
     """vla: camera pictures, state and instruction in, a chunk of actions out."""
     size: Literal["tiny", "small", "base", "large"] = "tiny"
     """About 1, 15, 100 or 300 million parameters."""
+    width: int | None = None
+    """Of the prefix's transformer; null for that of the size."""
+    depth: int | None = None
+    """Layers; null for those of the size."""
+    heads: int | None = None
+    """Attention heads; null for those of the size."""
     head: Literal["likelihood", "flow"] = "likelihood"
     """likelihood: a distribution over chunks; flow: chunks are denoised by flow matching."""
     distribution: Literal["gaussian", "laplace"] = "gaussian"
     """Of chunks; only for likelihood."""
     init_std: float = 0.6
     """Scale of that distribution at the start, on normalised actions; only for likelihood."""
+    learn_std: bool = True
+    """Learn that scale, for each dimension of an action; only for likelihood."""
     denoising_steps: int = 5
     """Only for flow."""
     noise_level: float = 0.5
@@ -207,10 +215,14 @@ class LoggingConfig:
     """Weights & Biases project."""
     reward_components: bool = True
     """Log what the task declares besides success and failure."""
+    log_freq: int = 0
+    """Iterations between evaluations over all tasks of a suite; 0 leaves it to training.eval_interval."""
 
     def __post_init__(self) -> None:
         if self.log_interval < 1:
             raise ConfigError(f"logging.log_interval must be at least 1, got {self.log_interval}.")
+        if self.log_freq < 0:
+            raise ConfigError(f"logging.log_freq must not be negative, got {self.log_freq}.")
 
 
 @dataclass(frozen=True, kw_only=True)

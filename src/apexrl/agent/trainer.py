@@ -26,11 +26,11 @@ from apexrl.errors import CheckpointError, ConfigError, DivergenceError, EnvStat
 from apexrl.evaluation import EvaluationResult, evaluate, save_step_csvs
 from apexrl.graphs import Acceleration, Stopwatch
 from apexrl.loggers import ConsoleLogger, Logger, append_json_line
-from apexrl.metrics import to_host, training_log_names
+from apexrl.metrics import IDENTITY_FIELDS, to_host, training_log_names
 from apexrl.models.encoder import leaves
 from apexrl.policies.base import Policy
 from apexrl.rollout import LOG
-from apexrl.types import OBSERVATION, REWARD, VALUE, Observation
+from apexrl.types import OBSERVATION, REWARD, VALID, VALUE, Observation
 
 NO_GRAPHS = Acceleration(graphs=False)
 EVAL_SEED_OFFSET = 1_000_003
@@ -262,12 +262,15 @@ class Trainer:
             logger.progress(stats, self._progress(target))
 
     def _rollout_metrics(self, batch: TensorDict) -> dict[str, Tensor]:
-        metrics = {"rollout/mean_reward": batch[REWARD].mean()}
+        metrics = {}
+        if REWARD in batch:
+            valid = batch[VALID] if VALID in batch else torch.ones_like(batch[REWARD])
+            metrics["rollout/mean_reward"] = (batch[REWARD] * valid).sum() / valid.sum()
         if VALUE in batch:
             metrics["rollout/mean_value"] = batch[VALUE].mean()
         specs = self.env.metric_specs
         for name, mean in self.collector.episode_metrics.means().items():
-            if name in specs and not self.log_reward_components:
+            if name in IDENTITY_FIELDS or (name in specs and not self.log_reward_components):
                 continue
             metrics.update(dict.fromkeys(training_log_names(name, specs), mean))
         if LOG in batch:

@@ -45,6 +45,9 @@ class VecEnv(ABC):
     gives_final_obs: bool = True
     """False when the simulator hides the successor of an ended episode; the user is then warned once."""
 
+    task_names: Sequence[str] = ()
+    """When there are several tasks; a metric ``task_id`` then numbers them."""
+
     @property
     def metric_specs(self) -> Mapping[str, MetricSpec]:
         """The metrics that ``EnvStep.metric`` may hold, by name."""

@@ -100,6 +100,7 @@ class SuiteVecEnv(VecEnv):
         if step_timeout <= 0:
             raise ConfigError(f"SuiteVecEnv.step_timeout must be above 0 seconds, got {step_timeout}.")
         self.suite, self.num_envs, self.chunk, self.split = suite, num_envs, chunk, split
+        self.task_names = tuple(suite.task_names)
         self.device = torch.device(device)
         self.horizon = max_steps or suite.horizon
         """Control steps after which an episode is truncated."""

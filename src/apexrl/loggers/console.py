@@ -89,7 +89,7 @@ class ConsoleLogger(Logger):
                 TimeRemainingColumn(),
                 console=self.console,
             )
-            self.task = self.bar.add_task(self._status(), total=1.0, completed=done)
+            self.task = self.bar.add_task(self._status(), total=1.0)
             self.bar.start()
         assert self.task is not None
         self.bar.update(self.task, completed=done, description=self._status())

@@ -142,7 +142,7 @@ def _begin_like_the_critics(actor: MLPActor) -> None:
         if isinstance(module, nn.Linear):
             module.reset_parameters()
     with torch.no_grad():
-        actor.action_head.head.bias += log_std
+        actor.action_head.head.bias.add_(log_std)
 
 
 def _has_width(box: gym.spaces.Box) -> bool:

@@ -1,0 +1,73 @@
+"""Suites of language-conditioned tasks, by name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from apexrl.envs.suites.base import InitState, Simulator, Split, TaskSuite
+from apexrl.envs.suites.instructions import INSTRUCTIONS, MT10
+from apexrl.errors import ConfigError, did_you_mean
+
+__all__ = ["SUITES", "InitState", "Simulator", "Split", "TaskSuite", "make_suite"]
+
+_METAWORLD = {"mt10": MT10, "mt50": tuple(INSTRUCTIONS), "metaworld": tuple(INSTRUCTIONS)}
+_LIBERO = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
+SUITES: tuple[str, ...] = (*_METAWORLD, *_LIBERO)
+"""The names ``make_suite`` knows; ``metaworld:`` and a task, such as ``metaworld:reach-v3``, is a suite of one task."""
+
+
+def make_suite(benchmark_name: str, task_names: Sequence[str] = (), **options: Any) -> TaskSuite:
+    """Make a suite by its name.
+
+    Args:
+        benchmark_name: one of ``SUITES``, or ``metaworld:NAME`` with a task's name, ``MT10`` or ``MT50``.
+        task_names: the tasks wanted, in this order; all of them when empty.
+        **options: those of ``MetaWorldSuite`` or ``LiberoSuite``, such as ``horizon`` and ``cameras``.
+
+    Raises:
+        ConfigError: for an unknown suite, task or option, with the nearest known one.
+        EnvError: when the suite's package is not installed.
+    """
+    if benchmark_name in _LIBERO:
+        return _make("libero", "LiberoSuite", benchmark_name, task_names, options)
+    known = _metaworld_tasks(benchmark_name)
+    for task in task_names:
+        if task not in known:
+            raise ConfigError(
+                f"task.task_names_to_use has {task!r}, which {benchmark_name} lacks.{did_you_mean(task, known)} "
+                f"Its tasks: {', '.join(known)}. Leave it empty for all of them."
+            )
+    return _make("metaworld", "MetaWorldSuite", benchmark_name, tuple(task_names) or known, options)
+
+
+def _metaworld_tasks(benchmark_name: str) -> tuple[str, ...]:
+    package, colon, part = benchmark_name.partition(":")
+    if not colon and package in _METAWORLD:
+        return _METAWORLD[package]
+    if colon and package == "metaworld":
+        if part.lower() in _METAWORLD:
+            return _METAWORLD[part.lower()]
+        if part in INSTRUCTIONS:
+            return (part,)
+    known = (*SUITES, *(f"metaworld:{task}" for task in INSTRUCTIONS))
+    raise ConfigError(
+        f"task.benchmark_name has no {benchmark_name!r}.{did_you_mean(benchmark_name, known)} "
+        f"Suites: {', '.join(SUITES)}, and metaworld:TASK for one task."
+    )
+
+
+def _make(module: str, kind: str, name: str, task_names: Sequence[str], options: dict[str, Any]) -> TaskSuite:
+    # Only those who ask for a suite load its package.
+    suite_class = getattr(importlib.import_module(f"apexrl.envs.suites.{module}"), kind)
+    parameters = inspect.signature(suite_class).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"{name} has no option {option!r}.{did_you_mean(option, known)} Options: {', '.join(known)}."
+            )
+    suite: TaskSuite = suite_class(name, task_names, **options)
+    return suite

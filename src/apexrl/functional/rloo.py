@@ -1,0 +1,77 @@
+"""Advantages and losses of episodes that are compared with each other (arXiv 2402.14740)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def leave_one_out(returns: Tensor, group: Tensor) -> Tensor:
+    """Score each episode against the others of its group.
+
+    A_i = R_i − mean_{j ≠ i, g_j = g_i} R_j
+
+    Args:
+        returns: episode returns ``[E]``.
+        group: whole numbers ``[E]``; episodes with the same one are compared. Groups may differ in size.
+
+    Returns:
+        Advantages ``[E]``; those of a group sum to zero. An episode alone in its group has nothing to be compared with
+        and gets 0.
+    """
+    _, index = torch.unique(group, return_inverse=True)
+    size, total = _group_sums(torch.stack((torch.ones_like(returns), returns)), index)
+    others = size[index] - 1.0
+    return torch.where(others > 0, returns - (total[index] - returns) / others.clamp_min(1.0), 0.0)
+
+
+def group_std(returns: Tensor, group: Tensor) -> Tensor:
+    """Return the sample standard deviation of each episode's group.
+
+    σ_g = sqrt(Σ_{i in g} (R_i − mean_g)² / (G_g − 1))
+
+    Args:
+        returns: episode returns ``[E]``.
+        group: whole numbers ``[E]``.
+
+    Returns:
+        ``[E]``; 0 for an episode alone in its group.
+    """
+    _, index = torch.unique(group, return_inverse=True)
+    size, total = _group_sums(torch.stack((torch.ones_like(returns), returns)), index)
+    centred = returns - (total / size.clamp_min(1.0))[index]
+    square = _group_sums(centred.square().unsqueeze(0), index)[0]
+    std: Tensor = (square / (size - 1.0).clamp_min(1.0)).sqrt()
+    return std[index]
+
+
+def _group_sums(values: Tensor, index: Tensor) -> Tensor:
+    """Sum rows ``[K, E]`` within groups; returns ``[K, E]``, of which the first columns are the groups."""
+    return torch.zeros_like(values).index_add_(1, index, values)
+
+
+def surrogate(log_ratio: Tensor, advantage: Tensor, clip: float, clip_high: float) -> Tensor:
+    """Clipped policy gradient of every sample, negated to be minimised; the two sides of the range may differ.
+
+    L = −min(ρ A, clamp(ρ, 1 − ε, 1 + ε_high) A),  ρ = exp(log π − log π_old)
+
+    Args:
+        log_ratio: log π(a|s) − log π_old(a|s), each the **sum** over the numbers of an action chunk.
+        advantage: A, of the same shape.
+        clip: ε, below 1.
+        clip_high: ε_high, above 1.
+
+    Returns:
+        Of the same shape.
+    """
+    ratio = log_ratio.exp()
+    return -torch.min(ratio * advantage, ratio.clamp(1.0 - clip, 1.0 + clip_high) * advantage)
+
+
+def reverse_kl(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
+    """Estimate KL(π ‖ π_ref) from single samples of π: exp(r) − 1 − r with r = log π_ref − log π.
+
+    Never negative, zero where both agree, and of smaller variance than −r ("k3", John Schulman 2020).
+    """
+    r = reference_log_prob - log_prob
+    return r.exp() - 1.0 - r

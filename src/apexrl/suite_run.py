@@ -1,0 +1,145 @@
+"""What a run on a task suite has beside any other: its environments, its collector, and the files of its results."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from apexrl.agent.trainer import TrainingConfig
+from apexrl.algorithms import BC, BaseAlgorithm, BCConfig, RLOOConfig
+from apexrl.collectors import BaseCollector, DemoCollector, InitStateDataset, RolloutGenerator, SuiteRunner
+from apexrl.demos import load_demos
+from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.envs.suites import make_suite
+from apexrl.errors import ConfigError
+from apexrl.loggers import Logger, read_json_lines
+from apexrl.sections import SuiteConfig
+
+METRICS, FINAL_RESULTS, ROLLOUT_STATS = "metrics.json", "final_training_results.json", "rollout_stats.json"
+
+
+def make_suite_env(task: SuiteConfig, device: torch.device | str, num_envs: int | None = None) -> SuiteVecEnv:
+    """Make the environments of a suite; no simulator is made before the first reset."""
+    options: dict[str, Any] = {"privileged": task.privileged} if not task.benchmark_name.startswith("libero") else {}
+    suite = make_suite(
+        task.benchmark_name, task.task_names_to_use, cameras=task.cameras, image_size=task.image_size, **options
+    )
+    count = num_envs or task.num_parallel_envs
+    return SuiteVecEnv(
+        suite,
+        count,
+        chunk=task.chunk,
+        num_workers=None if task.num_workers is None else min(task.num_workers, count),
+        max_cached_envs=None if task.max_cached_envs is None else max(task.max_cached_envs, count),
+        max_steps=task.max_episode_length,
+        device=device,
+        step_timeout=task.step_timeout,
+    )
+
+
+def make_suite_collector(
+    task: SuiteConfig,
+    algorithm: BaseAlgorithm,
+    cfg: Any,
+    env: SuiteVecEnv,
+    *,
+    seed: int,
+    run_dir: Path,
+) -> BaseCollector:
+    """Make what RLOO or BC learns from: groups of rollouts, or demonstrations."""
+    if isinstance(cfg, BCConfig):
+        assert isinstance(algorithm, BC)
+        return _demo_collector(task, algorithm, cfg, env)
+    if not isinstance(cfg, RLOOConfig):
+        raise ConfigError(f"task.benchmark_name needs algo.name rloo or bc, got '{cfg.name}'.")
+    path = Path(cfg.rollout_stats_path) if cfg.rollout_stats_path else run_dir / ROLLOUT_STATS
+    return RolloutGenerator(
+        SuiteRunner(env, algorithm.policy),
+        rollouts_per_env=cfg.rloo_batch_size,
+        num_envs=cfg.num_groups,
+        init_state_dataset=InitStateDataset(env.suite),
+        enable_dynamic_sampling=cfg.enable_dynamic_sampling,
+        rollout_skip_threshold=cfg.rollout_skip_threshold,
+        enable_rollout_stats_tracking=cfg.enable_rollout_stats_tracking,
+        rollout_stats_path=path,
+        seed=seed,
+        max_attempts=cfg.max_attempts,
+    )
+
+
+def suite_training(training: TrainingConfig, log_freq: int, algo: Any) -> TrainingConfig:
+    """Return the schedule with what other sections say about it: how often to evaluate, and how many steps of BC."""
+    updates = algo.num_updates if isinstance(algo, BCConfig) else 0
+    return replace(
+        training,
+        eval_interval=log_freq or training.eval_interval,
+        num_train_steps=training.num_train_steps or updates,
+    )
+
+
+def _demo_collector(task: SuiteConfig, algorithm: BC, cfg: BCConfig, env: SuiteVecEnv) -> DemoCollector:
+    if not task.demos:
+        raise ConfigError(
+            "algo.name bc needs task.demos, a directory of demonstrations; 'apexrl demos "
+            f"{task.benchmark_name} --per-task 10 --output DIR' records some."
+        )
+    samples = load_demos(task.demos, env.suite, task.chunk)
+    algorithm.set_statistics(samples)
+    return DemoCollector(samples.to(algorithm.policy.device), cfg.batch_size)
+
+
+class SuiteResults(Logger):
+    """Keeps ``metrics.json``, an array with one entry for each evaluation over all tasks."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Write it anew, from the evaluations that the run has recorded."""
+        if "eval/return" in values:
+            write_json(self.run_dir / METRICS, evaluations(self.run_dir))
+
+
+def evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the evaluations of a run in the form of ``metrics.json``."""
+    return [
+        {
+            "step": record["iteration"],
+            "environment_steps": record["step"],
+            "overall_success_rate": record.get("success_rate"),
+            "overall_success_interval": record.get("success_rate_interval"),
+            "reward": record.get("return"),
+            "per_task": record.get("per_task", {}),
+        }
+        for record in read_json_lines(run_dir / "evaluations.jsonl")
+    ]
+
+
+def write_final_results(run_dir: Path, iteration: int, total_steps: int) -> Path:
+    """Write ``final_training_results.json``: how long training was, its numbers, and the evaluations."""
+    training = read_json_lines(run_dir / "metrics.jsonl")
+    found = evaluations(run_dir)
+    write_json(run_dir / METRICS, found)
+    content = {
+        "total_steps": iteration,
+        "environment_steps": total_steps,
+        "training_metrics": training,
+        "evaluations": found,
+    }
+    return write_json(run_dir / FINAL_RESULTS, content)
+
+
+def write_json(path: Path, content: Any) -> Path:
+    """Replace a JSON file atomically."""
+    temporary = path.with_name(f".{path.name}.part")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    return temporary.replace(path)

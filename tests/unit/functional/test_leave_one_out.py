@@ -1,0 +1,81 @@
+import pytest
+import torch
+
+from apexrl.functional.rloo import group_std, leave_one_out, reverse_kl, surrogate
+
+
+def test_each_episode_is_compared_with_the_mean_of_the_others_of_its_group() -> None:
+    # Group 0: 1 against (0 + 0 + 1) / 3, 0 against (1 + 0 + 1) / 3. Group 1: 3 against 1.
+    returns = torch.tensor([1.0, 0.0, 0.0, 1.0, 3.0, 1.0])
+    group = torch.tensor([0, 0, 0, 0, 1, 1])
+    expected = torch.tensor([2 / 3, -2 / 3, -2 / 3, 2 / 3, 2.0, -2.0])
+    torch.testing.assert_close(leave_one_out(returns, group), expected)
+
+
+def test_groups_of_different_sizes_may_lie_in_any_order_under_any_number() -> None:
+    # Group 7: 6 against (0 + 3) / 2, 0 against 4.5, 3 against 3. Group 2: 1 against 5.
+    returns = torch.tensor([6.0, 1.0, 0.0, 5.0, 3.0])
+    group = torch.tensor([7, 2, 7, 2, 7])
+    torch.testing.assert_close(leave_one_out(returns, group), torch.tensor([4.5, -4.0, -4.5, 4.0, 0.0]))
+
+
+def test_equal_outcomes_and_single_episodes_have_no_advantage() -> None:
+    returns, group = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 5.0]), torch.tensor([0, 0, 0, 1, 1, 2])
+    assert torch.equal(leave_one_out(returns, group), torch.zeros(6))
+
+
+def test_the_advantages_of_a_group_sum_to_zero() -> None:
+    torch.manual_seed(0)
+    returns, group = torch.randn(60, dtype=torch.float64), torch.arange(60) % 7
+    advantage = leave_one_out(returns, group)
+    for number in range(7):
+        assert advantage[group == number].sum().abs() < 1e-12
+        assert advantage[group == number].abs().max() > 0.1
+
+
+def test_one_group_of_all_episodes_is_the_baseline_of_the_whole_batch() -> None:
+    # 1 against (0 + 0 + 2) / 3 and so on, whatever the groups were.
+    returns = torch.tensor([1.0, 0.0, 0.0, 2.0])
+    expected = torch.tensor([1 / 3, -1.0, -1.0, 5 / 3])
+    torch.testing.assert_close(leave_one_out(returns, torch.zeros(4, dtype=torch.long)), expected)
+
+
+def test_the_standard_deviation_is_that_of_each_group() -> None:
+    # Group 0: mean 2, squares 4 + 4, over 1. Group 1: mean 1/2 of four, squares 4 · 1/4, over 3.
+    returns = torch.tensor([0.0, 1.0, 4.0, 0.0, 0.0, 1.0, 9.0])
+    group = torch.tensor([0, 1, 0, 1, 1, 1, 2])
+    one, two = (1 / 3) ** 0.5, 8**0.5
+    torch.testing.assert_close(group_std(returns, group), torch.tensor([two, one, two, one, one, one, 0.0]))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss"),
+    [
+        (1.1, 2.0, -2.2),  # inside
+        (1.5, 2.0, -2.8),  # too likely already: 1.4 · 2
+        (1.5, -2.0, 3.0),  # a bad sample is never protected from above
+        (0.5, -2.0, 1.6),  # unlikely enough already: 0.8 · 2
+        (0.5, 2.0, -1.0),  # a good sample may come back
+    ],
+)
+def test_the_surrogate_is_clipped_on_the_side_where_it_would_gain(ratio: float, advantage: float, loss: float) -> None:
+    log_ratio = torch.tensor(ratio).log()
+    found = surrogate(log_ratio, torch.tensor(advantage), clip=0.2, clip_high=0.4)
+    torch.testing.assert_close(found, torch.tensor(loss))
+
+
+def test_a_clipped_sample_has_no_gradient() -> None:
+    log_ratio = torch.tensor([0.5, 0.1], requires_grad=True)
+    surrogate(log_ratio, torch.ones(2), clip=0.2, clip_high=0.2).sum().backward()
+    assert log_ratio.grad is not None
+    torch.testing.assert_close(log_ratio.grad, torch.tensor([0.0, -torch.tensor(0.1).exp().item()]))
+
+
+def test_the_estimate_of_the_divergence_has_the_right_mean() -> None:
+    # Between N(0, 1) and N(0.3, 1) it is 0.3² / 2 = 0.045.
+    torch.manual_seed(0)
+    here, there = torch.distributions.Normal(0.0, 1.0), torch.distributions.Normal(0.3, 1.0)
+    sample = here.sample((400_000,))
+    estimate = reverse_kl(here.log_prob(sample), there.log_prob(sample))
+    assert (estimate >= 0).all()
+    assert estimate.mean().item() == pytest.approx(0.045, abs=3e-4)
