@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LIBERO := $(VENV)/.installed-libero
+LEROBOT := .venv-lerobot
 
-.PHONY: help install install-libero train test test-gpu check format bench clean
+.PHONY: help install install-libero train test test-gpu test-lerobot check format bench clean
 
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -38,6 +39,14 @@ test: install  ## Run the whole test suite.
 
 test-gpu: install  ## Run the tests that need a CUDA device.
 	$(BIN)/python -m pytest -m gpu tests
+
+# LeRobot asks for other versions of NumPy and transformers than we do.
+test-lerobot:  ## Test the LeRobot adapter in an environment of its own.
+	$(PYTHON) -m venv $(LEROBOT)
+	$(LEROBOT)/bin/pip install --quiet torch==2.13.0
+	$(LEROBOT)/bin/pip install --quiet --requirement tests/lerobot/requirements.txt
+	$(LEROBOT)/bin/pip install --quiet --no-deps lerobot==0.4.4 torchvision==0.29.2
+	HF_HUB_OFFLINE=1 PYTHONPATH=src $(LEROBOT)/bin/python -m pytest -p no:cacheprovider tests/lerobot
 
 check: install  ## Lint, format check, types, layers.
 	$(BIN)/ruff check .

@@ -9,25 +9,39 @@ if TYPE_CHECKING:
     from apexrl.agent import OnPolicyRunner as OnPolicyRunner
     from apexrl.agent import Trainer as Trainer
     from apexrl.agent import TrainingConfig as TrainingConfig
+    from apexrl.algorithms import BC as BC
     from apexrl.algorithms import PPO as PPO
     from apexrl.algorithms import PPOROA as PPOROA
+    from apexrl.algorithms import RLOO as RLOO
     from apexrl.algorithms import SAC as SAC
     from apexrl.algorithms import BaseAlgorithm as BaseAlgorithm
+    from apexrl.algorithms import BCConfig as BCConfig
     from apexrl.algorithms import PPOConfig as PPOConfig
     from apexrl.algorithms import PPOROAConfig as PPOROAConfig
+    from apexrl.algorithms import RLOOConfig as RLOOConfig
     from apexrl.algorithms import SACConfig as SACConfig
     from apexrl.buffers import ReplayBuffer as ReplayBuffer
     from apexrl.collectors import AsyncCollector as AsyncCollector
     from apexrl.collectors import BaseCollector as BaseCollector
+    from apexrl.collectors import InitStateDataset as InitStateDataset
+    from apexrl.collectors import InitStateSampler as InitStateSampler
+    from apexrl.collectors import RolloutGenerator as RolloutGenerator
+    from apexrl.collectors import RolloutStats as RolloutStats
+    from apexrl.collectors import SuiteRunner as SuiteRunner
     from apexrl.collectors import SyncCollector as SyncCollector
     from apexrl.config import Config as Config
     from apexrl.config import load_config as load_config
+    from apexrl.demos import load_demos as load_demos
+    from apexrl.demos import record_demos as record_demos
     from apexrl.envs import GymVecEnv as GymVecEnv
     from apexrl.envs import MujocoVecEnv as MujocoVecEnv
     from apexrl.envs import RslVecEnv as RslVecEnv
     from apexrl.envs import VecEnv as VecEnv
     from apexrl.envs import check_env as check_env
     from apexrl.envs import make_env as make_env
+    from apexrl.envs.suite_env import SuiteVecEnv as SuiteVecEnv
+    from apexrl.envs.suites import TaskSuite as TaskSuite
+    from apexrl.envs.suites import make_suite as make_suite
     from apexrl.evaluation import EvaluationResult as EvaluationResult
     from apexrl.evaluation import evaluate as evaluate
     from apexrl.evaluation import record_video as record_video
@@ -39,10 +53,12 @@ if TYPE_CHECKING:
     from apexrl.models import MLPCritic as MLPCritic
     from apexrl.models import QEnsemble as QEnsemble
     from apexrl.policies import ActorCritic as ActorCritic
+    from apexrl.policies import PI0_CFG_Adapter as PI0_CFG_Adapter
     from apexrl.policies import Policy as Policy
     from apexrl.policies import RecurrentActorCritic as RecurrentActorCritic
     from apexrl.policies import ROAPolicy as ROAPolicy
     from apexrl.policies import SACPolicy as SACPolicy
+    from apexrl.policies import VLAPolicy as VLAPolicy
     from apexrl.types import EnvStep as EnvStep
     from apexrl.types import PolicyOutput as PolicyOutput
 
@@ -51,15 +67,47 @@ __version__ = "0.1.0"
 # Names are imported when first used, so that `apexrl --help` does not wait for PyTorch.
 _HOME = {
     "agent": ("OnPolicyRunner", "Trainer", "TrainingConfig"),
-    "algorithms": ("PPO", "PPOROA", "SAC", "BaseAlgorithm", "PPOConfig", "PPOROAConfig", "SACConfig"),
+    "algorithms": (
+        "BC",
+        "BCConfig",
+        "BaseAlgorithm",
+        "PPO",
+        "PPOConfig",
+        "PPOROA",
+        "PPOROAConfig",
+        "RLOO",
+        "RLOOConfig",
+        "SAC",
+        "SACConfig",
+    ),
     "buffers": ("ReplayBuffer",),
-    "collectors": ("AsyncCollector", "BaseCollector", "SyncCollector"),
+    "collectors": (
+        "AsyncCollector",
+        "BaseCollector",
+        "InitStateDataset",
+        "InitStateSampler",
+        "RolloutGenerator",
+        "RolloutStats",
+        "SuiteRunner",
+        "SyncCollector",
+    ),
     "config": ("Config", "load_config"),
+    "demos": ("load_demos", "record_demos"),
     "envs": ("GymVecEnv", "MujocoVecEnv", "RslVecEnv", "VecEnv", "check_env", "make_env"),
+    "envs.suite_env": ("SuiteVecEnv",),
+    "envs.suites": ("TaskSuite", "make_suite"),
     "evaluation": ("EvaluationResult", "evaluate", "record_video"),
     "metrics": ("EpisodeMetrics", "MetricSpec", "aggregate_metrics", "get_metric_specs_from_env"),
     "models": ("MLPActor", "MLPCritic", "QEnsemble"),
-    "policies": ("ActorCritic", "Policy", "ROAPolicy", "RecurrentActorCritic", "SACPolicy"),
+    "policies": (
+        "ActorCritic",
+        "PI0_CFG_Adapter",
+        "Policy",
+        "ROAPolicy",
+        "RecurrentActorCritic",
+        "SACPolicy",
+        "VLAPolicy",
+    ),
     "types": ("EnvStep", "PolicyOutput"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -27,7 +27,8 @@ from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.errors import ApexRLError, CheckpointError, ConfigError, RunDirError
 from apexrl.graphs import Acceleration
 from apexrl.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger, cut_json_lines
-from apexrl.policies import Policy
+from apexrl.policies import Policy, VLAPolicy
+from apexrl.policies.vla.lora import with_adapters
 from apexrl.sections import PolicyConfig, SuiteConfig, VLAConfig
 from apexrl.suite_run import SuiteResults, make_suite_collector, make_suite_env, suite_training
 
@@ -272,7 +273,10 @@ def _start_from(policy: Policy, source: Path, env: VecEnv) -> None:
     """Give a policy the weights of a checkpoint."""
     try:
         path = _newest_checkpoint(source)
-        checkpoint.load_module(policy, checkpoint.load(path)["policy"], path)
+        state = checkpoint.load(path)["policy"]
+        if isinstance(policy, VLAPolicy):
+            state = with_adapters(policy, state)
+        checkpoint.load_module(policy, state, path)
     except CheckpointError as error:
         env.close()
         raise CheckpointError(f"training.init_from: {error}") from error

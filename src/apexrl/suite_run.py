@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from apexrl.agent import checkpoint
 from apexrl.agent.trainer import TrainingConfig
 from apexrl.algorithms import BC, BaseAlgorithm, BCConfig, RLOOConfig
 from apexrl.collectors import BaseCollector, DemoCollector, InitStateDataset, RolloutGenerator, SuiteRunner
@@ -22,10 +23,18 @@ from apexrl.loggers import Logger, read_json_lines
 from apexrl.sections import SuiteConfig
 
 METRICS, FINAL_RESULTS, ROLLOUT_STATS = "metrics.json", "final_training_results.json", "rollout_stats.json"
+FIRST_ROLLOUT_STATS = ".rollout_stats_at_start.json"
+"""What was known of the init states when the run began."""
 
 
 def make_suite_env(task: SuiteConfig, device: torch.device | str, num_envs: int | None = None) -> SuiteVecEnv:
-    """Make the environments of a suite; no simulator is made before the first reset."""
+    """Make the environments of a suite; no simulator is made before the first reset.
+
+    Args:
+        task: the suite and its options.
+        device: where tensors are wanted.
+        num_envs: of an evaluation, whose episodes come from the validation states; None makes those of training.
+    """
     options: dict[str, Any] = {"privileged": task.privileged} if not task.benchmark_name.startswith("libero") else {}
     suite = make_suite(
         task.benchmark_name, task.task_names_to_use, cameras=task.cameras, image_size=task.image_size, **options
@@ -37,6 +46,7 @@ def make_suite_env(task: SuiteConfig, device: torch.device | str, num_envs: int 
         chunk=task.chunk,
         num_workers=None if task.num_workers is None else min(task.num_workers, count),
         max_cached_envs=None if task.max_cached_envs is None else max(task.max_cached_envs, count),
+        split="val" if num_envs else "train",
         max_steps=task.max_episode_length,
         device=device,
         step_timeout=task.step_timeout,
@@ -59,7 +69,7 @@ def make_suite_collector(
     if not isinstance(cfg, RLOOConfig):
         raise ConfigError(f"task.benchmark_name needs algo.name rloo or bc, got '{cfg.name}'.")
     path = Path(cfg.rollout_stats_path) if cfg.rollout_stats_path else run_dir / ROLLOUT_STATS
-    return RolloutGenerator(
+    generator = RolloutGenerator(
         SuiteRunner(env, algorithm.policy),
         rollouts_per_env=cfg.rloo_batch_size,
         num_envs=cfg.num_groups,
@@ -69,8 +79,22 @@ def make_suite_collector(
         enable_rollout_stats_tracking=cfg.enable_rollout_stats_tracking,
         rollout_stats_path=path,
         seed=seed,
+        oversample=cfg.oversample,
         max_attempts=cfg.max_attempts,
     )
+    _begin_statistics(generator, run_dir)
+    return generator
+
+
+def _begin_statistics(generator: RolloutGenerator, run_dir: Path) -> None:
+    """Let a run that was killed before its first checkpoint begin with what was known when it was started."""
+    if generator.stats is None or checkpoint.numbered(run_dir / "checkpoints"):
+        return
+    first = run_dir / FIRST_ROLLOUT_STATS
+    if first.exists():
+        generator.stats.load_state_dict(json.loads(first.read_text(encoding="utf-8")))
+    else:
+        write_json(first, generator.stats.state_dict())
 
 
 def suite_training(training: TrainingConfig, log_freq: int, algo: Any) -> TrainingConfig:
@@ -89,7 +113,10 @@ def _demo_collector(task: SuiteConfig, algorithm: BC, cfg: BCConfig, env: SuiteV
             "algo.name bc needs task.demos, a directory of demonstrations; 'apexrl demos "
             f"{task.benchmark_name} --per-task 10 --output DIR' records some."
         )
-    samples = load_demos(task.demos, env.suite, task.chunk)
+    try:
+        samples = load_demos(task.demos, env.suite, task.chunk)
+    except ConfigError as error:
+        raise ConfigError(f"task.demos: {error}") from error
     algorithm.set_statistics(samples)
     return DemoCollector(samples.to(algorithm.policy.device), cfg.batch_size)
 

@@ -27,6 +27,7 @@ RETURN = "return"
 METRIC = "metric"
 GROUP = "group"
 VALID = "valid"
+SAMPLED_SUCCESS = "sampled_success"
 
 # Observation groups with a meaning of their own (a plain Box observation is one tensor and has no groups).
 OBS_KEY = "policy"

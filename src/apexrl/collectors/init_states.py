@@ -105,15 +105,25 @@ class InitStateSampler(Iterator[InitSample]):
 
 
 def endless(loader: Iterable[InitSample | Sequence[InitSample]]) -> Iterator[InitSample]:
-    """Draw from a loader of samples, or of lists of samples, again from its start where it ends."""
+    """Draw from a loader of samples, of lists of them or of collated ones, again from its start where it ends."""
     while True:
         num_samples = 0
         for item in loader:
-            samples: Sequence[Any] = [item] if isinstance(item, Mapping) else item
+            samples = _samples(item)
             num_samples += len(samples)
             yield from samples
         if not num_samples:
             raise ConfigError("init_state_dataloader gives no samples.")
+
+
+def _samples(item: Any) -> Sequence[InitSample]:
+    if not isinstance(item, Mapping):
+        samples: Sequence[InitSample] = item
+        return samples
+    if np.ndim(item["task_id"]) == 0:
+        return [InitSample(task_id=int(item["task_id"]), init_state=np.asarray(item["init_state"], np.float64))]
+    pairs = zip(item["task_id"], item["init_state"], strict=True)  # as PyTorch's DataLoader collates them
+    return [InitSample(task_id=int(task_id), init_state=np.asarray(state, np.float64)) for task_id, state in pairs]
 
 
 class RolloutStats:

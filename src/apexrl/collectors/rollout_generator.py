@@ -38,7 +38,7 @@ from apexrl.envs.suites.base import InitState
 from apexrl.errors import ConfigError, EnvError
 from apexrl.metrics import EpisodeMetrics, fold_episodes
 from apexrl.policies.base import Policy
-from apexrl.types import GROUP, METRIC, REWARD, VALID
+from apexrl.types import GROUP, METRIC, REWARD, SAMPLED_SUCCESS, VALID
 
 BOOKKEEPING = ("task_id", EPISODE_ID, LOST)
 """Metrics of the environments that say nothing about how good an episode was."""
@@ -183,6 +183,7 @@ class RolloutGenerator(BaseCollector):
         counts = self._counts = Counter()
         mixed: list[_Group] = []
         uniform: list[_Group] = []
+        outcomes: list[bool] = []
         self._skipped = {}
         while len(mixed) < self.num_envs and counts["attempts"] < self.max_attempts:
             wanted = math.ceil(self.oversample * (self.num_envs - len(mixed)))
@@ -191,6 +192,7 @@ class RolloutGenerator(BaseCollector):
                 break
             counts["attempts"] += 1
             for group in self._run(draws):
+                outcomes += group.successes
                 useful = group.is_mixed or not self.enable_dynamic_sampling
                 (mixed if useful else uniform).append(group)
             del uniform[self.num_envs :]
@@ -202,7 +204,12 @@ class RolloutGenerator(BaseCollector):
         counts["envs_created"] = self.env.created - before[1]
         counts["envs_reused"] = max(0, counts["episodes"] - counts["envs_created"])
         self._tell_outcome(len(groups), is_mixed=bool(mixed))
-        return join_groups([group.steps for group in groups]).to(self.device)
+        batch = join_groups([group.steps for group in groups]).to(self.device)
+        # Of all that was run, dropped groups too: the same number everywhere, for those who watch over the policy.
+        batch[SAMPLED_SUCCESS] = torch.full((), sum(outcomes) / len(outcomes), device=self.device).expand(
+            *batch.shape, 1
+        )
+        return batch
 
     def generate_rollouts(self) -> list[dict[str, Any]]:
         """Collect a batch and return its episodes one by one, without padding.

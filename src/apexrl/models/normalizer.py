@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -55,7 +56,7 @@ class RunningNormalizer(nn.Module):
 
 
 class ObservationNormalizer(nn.Module):
-    """A running normaliser for every vector in an observation; pictures pass through."""
+    """A running normaliser for every vector in an observation; pictures and bytes pass through."""
 
     def __init__(self, observation_space: gym.Space[Any]) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class ObservationNormalizer(nn.Module):
             {
                 path.replace(".", "/"): RunningNormalizer(box.shape)
                 for path, box in spaces.items()
-                if not is_picture(box)
+                if not is_picture(box) and box.dtype != np.uint8
             }
         )
 

@@ -87,16 +87,16 @@ def test_a_stored_chunk_gets_its_log_probability_again(head: str, leading: tuple
 def test_it_answers_as_an_actor_critic_does(head: str) -> None:
     policy, peer = make(head), ActorCritic(space(), ACTIONS)
     obs = observe(2, 3)
-    for ours, theirs in zip(policy(obs), peer(obs), strict=True):
-        assert ours.shape == theirs.shape
-        assert ours.dtype == theirs.dtype
+    for one, other in zip(policy(obs), peer(obs), strict=True):
+        assert one.shape == other.shape
+        assert one.dtype == other.dtype
     assert policy.get_value(obs).shape == peer.get_value(obs).shape
     assert torch.equal(policy(obs, deterministic=True).action, policy(obs, deterministic=True).action)
     assert not torch.equal(policy(obs).action, policy(obs).action)
     stored = policy.act({"observation": obs})
     key = "denoising" if head == "flow" else "action"
-    for ours, theirs in zip(policy.evaluate_actions(obs, stored[key]), peer.evaluate_actions(obs, stored["action"])):
-        assert ours.shape == theirs.shape
+    ours, theirs = policy.evaluate_actions(obs, stored[key]), peer.evaluate_actions(obs, stored["action"])
+    assert [tensor.shape for tensor in ours] == [tensor.shape for tensor in theirs]
 
 
 def test_a_flow_policy_names_what_it_needs_to_evaluate() -> None:
@@ -206,9 +206,9 @@ def test_lora_trains_the_additions_and_not_the_transformers() -> None:
         if name.endswith("lora_b"):  # at zero, A would get no gradient yet
             torch.nn.init.normal_(parameter, std=0.02)
     obs = observe(8)
-    reached = gradients(
-        policy, policy.evaluate({"observation": obs, **policy.act({"observation": obs})}).log_prob.sum()
-    )
+    with torch.no_grad():
+        stored = policy.act({"observation": obs})
+    reached = gradients(policy, policy.evaluate({"observation": obs, **stored}).log_prob.sum())
     inside = {name for name in reached if name.startswith(("prefix", "expert.layers"))}
     assert inside
     assert all(name.endswith(("lora_a", "lora_b")) for name in inside)

@@ -153,7 +153,7 @@ def test_the_log_probability_of_a_path_by_hand(guidance: float) -> None:
             expected += step.log_prob(path[:, k + 1 : k + 2]).sum((1, 2))
         entropy = sum(6 * distributions.Normal(0.0, math.sqrt(0.36 * (1 - k / 4) / 4)).entropy() for k in range(4))
     torch.testing.assert_close(output["sample_log_prob"].squeeze(-1), expected, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(policy.evaluate({"observation": obs, **output}).entropy, entropy.expand(5, 1))  # type: ignore[union-attr]
+    torch.testing.assert_close(policy.evaluate({"observation": obs, **output}).entropy, entropy.expand(5, 1))
 
 
 def test_guidance_one_is_the_conditional_field_exactly_and_zero_the_unconditional() -> None:
@@ -215,13 +215,16 @@ def test_the_weighted_loss_is_bounded_below_for_negative_advantages(scale: float
     batch: dict[str, object] = {"observation": observe(16), "action": torch.randn(16, 6)}
     advantages = -scale * torch.rand(16)
     assert torch.equal(weighted(policy, batch, advantages), weighted(policy, batch, -torch.ones(16)))
-    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
-    for _ in range(30):
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
+    history = []
+    for _ in range(40):
         optimizer.zero_grad()
         loss = PI0_CFG_Adapter(policy).compute_weighted_loss(batch, advantages)
         loss.backward()
         optimizer.step()
-        assert 0.0 <= loss < 1.0, "0.1 times a squared error that training makes smaller"
+        history.append(loss.item())
+    assert min(history) > 0.0
+    assert sum(history[-5:]) < sum(history[:5]), "the field does not run away from what went wrong"
 
 
 def test_padded_samples_do_not_count() -> None:

@@ -1,217 +1,28 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
+from apexrl.envs.suites.instructions import INSTRUCTIONS
 from apexrl.errors import ConfigError
 from apexrl.policies.vla import SIZES, WordTokenizer, encode_instruction
 
-# Words of Meta-World's tasks and of LIBERO's instructions.
-VOCABULARY = [
-    "a",
-    "alphabet",
-    "and",
-    "another",
-    "arm",
-    "assembly",
-    "at",
-    "back",
-    "ball",
-    "barbecue",
-    "basket",
-    "basketball",
-    "beer",
-    "between",
-    "bin",
-    "black",
-    "block",
-    "book",
-    "both",
-    "bottle",
-    "bottom",
-    "bowl",
-    "box",
-    "brown",
-    "burner",
-    "butter",
-    "button",
-    "by",
-    "cabinet",
-    "caddy",
-    "cake",
-    "can",
-    "caddies",
-    "ceramic",
-    "cereal",
-    "cheese",
-    "chefmate",
-    "chocolate",
-    "close",
-    "coffee",
-    "compartment",
-    "cookie",
-    "corn",
-    "cream",
-    "cup",
-    "cups",
-    "desk",
-    "dial",
-    "disassemble",
-    "dish",
-    "door",
-    "down",
-    "drawer",
-    "dressing",
-    "end",
-    "faucet",
-    "flat",
-    "floor",
-    "forward",
-    "from",
-    "front",
-    "frypan",
-    "gate",
-    "get",
-    "glass",
-    "goal",
-    "grasp",
-    "green",
-    "grill",
-    "gripper",
-    "ground",
-    "gray",
-    "hammer",
-    "hand",
-    "handle",
-    "hang",
-    "hole",
-    "hook",
-    "in",
-    "insert",
-    "inside",
-    "into",
-    "it",
-    "its",
-    "juice",
-    "ketchup",
-    "knob",
-    "lamp",
-    "leave",
-    "leftmost",
-    "left",
-    "lever",
-    "lid",
-    "lift",
-    "light",
-    "lock",
-    "locked",
-    "machine",
-    "mat",
-    "middle",
-    "microwave",
-    "milk",
-    "mode",
-    "moka",
-    "moving",
-    "mug",
-    "nail",
-    "next",
-    "nut",
-    "object",
-    "of",
-    "off",
-    "on",
-    "onto",
-    "open",
-    "orange",
-    "out",
-    "oven",
-    "over",
-    "pack",
-    "pan",
-    "peg",
-    "pick",
-    "place",
-    "placed",
-    "plate",
-    "plug",
-    "popcorn",
-    "porcelain",
-    "position",
-    "pot",
-    "press",
-    "puck",
-    "pudding",
-    "pull",
-    "pulling",
-    "push",
-    "put",
-    "rack",
-    "ramekin",
-    "reach",
-    "red",
-    "rightmost",
-    "right",
-    "rim",
-    "ring",
-    "rotate",
-    "round",
-    "salad",
-    "sauce",
-    "shelf",
-    "side",
-    "sink",
-    "slide",
-    "slider",
-    "small",
-    "soccer",
-    "socket",
-    "soup",
-    "spatula",
-    "spot",
-    "square",
-    "stack",
-    "stapler",
-    "stick",
-    "stove",
-    "sweep",
-    "table",
-    "target",
-    "that",
-    "the",
-    "thermos",
-    "to",
-    "together",
-    "tomato",
-    "top",
-    "topdown",
-    "towards",
-    "towel",
-    "toward",
-    "toy",
-    "tray",
-    "turn",
-    "twist",
-    "under",
-    "unlock",
-    "unplug",
-    "up",
-    "use",
-    "wall",
-    "white",
-    "window",
-    "wine",
-    "with",
-    "without",
-    "wooden",
-    "yellow",
-    "counter",
-    "clockwise",
-    "tip",
-    "mirror",
-    "robot",
-    "wooden",
-]
+# Words of LIBERO's instructions, and others that robots hear; those of Meta-World's come from the suite.
+VOCABULARY = """
+a alphabet and another arm assembly at back ball barbecue basket basketball beer between bin black block book both
+bottle bottom bowl box brown burner butter button by cabinet caddies caddy cake can ceramic cereal cheese chefmate
+chocolate clockwise close coffee compartment cookie corn counter cream cup cups desk dial disassemble dish door down
+drawer dressing end faucet flat floor forward from front frypan gate get glass goal grasp gray green grill gripper
+ground hammer hand handle hang hole hook in insert inside into it its juice ketchup knob lamp leave left leftmost
+lever lid lift light lock locked machine mat microwave middle milk mirror mode moka moving mug nail next nut object of
+off on onto open orange out oven over pack pan peg pick place placed plate plug popcorn porcelain position pot press
+puck pudding pull pulling push put rack ramekin reach red right rightmost rim ring robot rotate round salad sauce
+shelf side sink slide slider small soccer socket soup spatula spot square stack stapler stick stove sweep table target
+that the thermos tip to together tomato top topdown toward towards towel toy tray turn twist under unlock unplug up
+use wall white window wine with without wooden yellow
+"""
 
 
 def words(*texts: str, **options: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,7 +32,7 @@ def words(*texts: str, **options: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("num_buckets", sorted({size.num_buckets for size in SIZES.values()}))
 def test_the_words_of_the_suites_are_all_told_apart(num_buckets: int) -> None:
-    vocabulary = sorted(set(VOCABULARY))
+    vocabulary = sorted({*VOCABULARY.split(), *re.findall(r"\w+", " ".join(INSTRUCTIONS.values()).lower())})
     buckets, present = words(*vocabulary, num_buckets=num_buckets)
     assert present[:, 0].all()
     assert not present[:, 1:].any()
@@ -251,3 +62,9 @@ def test_words_beyond_the_limit_and_empty_instructions() -> None:
 def test_an_instruction_that_is_too_long_is_refused() -> None:
     with pytest.raises(ConfigError, match="may have 96 bytes, got 97"):
         encode_instruction("x" * 97)
+
+
+def test_the_instructions_of_the_suite_fit_and_differ() -> None:
+    buckets, present = words(*INSTRUCTIONS.values())
+    assert present.sum(-1).max() < present.shape[1], "no instruction is cut off"
+    assert len({str(row.tolist()) for row in buckets}) == len(INSTRUCTIONS)

@@ -1,0 +1,257 @@
+"""Behaviour cloning: the policy learns to do what demonstrations do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from apexrl.algorithms.base import BaseAlgorithm, Progress, check_types
+from apexrl.errors import ConfigError
+from apexrl.graphs import Acceleration
+from apexrl.models.encoder import leaves
+from apexrl.models.normalizer import RunningNormalizer
+from apexrl.optim import FlatAdam
+from apexrl.policies import ActorCritic, Policy
+from apexrl.policies.vla import VALID_STEPS, VLAPolicy
+from apexrl.types import ACTION, OBSERVATION
+
+
+@dataclass(frozen=True, kw_only=True)
+class BCConfig:
+    """Options of behaviour cloning."""
+
+    name: Literal["bc"] = "bc"
+    """The algorithm."""
+    num_updates: int = 1500
+    """Gradient steps of a fit."""
+    batch_size: int = 128
+    """Samples of one gradient step, drawn with replacement."""
+    micro_batch_size: int | None = None
+    """Samples of one forward and backward pass at most, whose gradients are summed; null takes all at once."""
+    learning_rate: float = 1e-3
+    """Adam's step size, at the start."""
+    schedule: Literal["fixed", "linear"] = "fixed"
+    """fixed, or linear: falls to 0 at the end of a fit."""
+    weight_decay: float = 0.0
+    """Share of a weight that is taken off at every step, times learning_rate."""
+    state_noise: float = 0.0
+    """Standard deviation of noise on the vectors of an observation, in their units; 0 adds none."""
+    loss: Literal["auto", "likelihood", "mse"] = "auto"
+    """Of an mlp: minus the log-probability, or the squared error of its mode; auto is mse while learn_std is false. A
+    vla has a loss of its own."""
+    learn_std: bool = False
+    """Let an mlp's standard deviation fit the demonstrations; false keeps it for exploration."""
+    min_std: float = 0.1
+    """Lower bound of the standard deviations that observations are normalised by, in their units: what stood still in
+    a few demonstrations may move later."""
+    min_action_std: float = 0.1
+    """Lower bound of the standard deviations that a vla's actions are normalised by."""
+    max_grad_norm: float = 10.0
+    """Gradients are scaled down to this norm."""
+    adam_eps: float = 1e-8
+    """Adam's ε."""
+
+    def __post_init__(self) -> None:
+        def require(name: str, ok: bool, rule: str) -> None:
+            if not ok:
+                raise ConfigError(f"algo.{name} {rule}, got {getattr(self, name)}.")
+
+        check_types(self, "algo")
+        for name in ("num_updates", "batch_size"):
+            require(name, getattr(self, name) >= 1, "must be at least 1")
+        size = self.micro_batch_size
+        require("micro_batch_size", size is None or size >= 1, "must be at least 1 or null")
+        for name in ("learning_rate", "min_std", "min_action_std", "max_grad_norm", "adam_eps"):
+            require(name, 0 < getattr(self, name) < math.inf, "must be positive")
+        for name in ("weight_decay", "state_noise"):
+            require(name, getattr(self, name) >= 0, "must not be negative")
+        require("loss", not (self.loss == "mse" and self.learn_std), "must not be mse while algo.learn_std is true")
+
+    def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
+        """Raise when the policy cannot learn from single samples; there are no rollouts."""
+        if keeps_sequences:
+            raise ConfigError("policy.kind 'gru' cannot be trained by algo.name 'bc'; use vla or mlp.")
+
+
+METRICS = ("loss", "grad_norm")
+
+
+class BC(BaseAlgorithm):
+    """Supervised learning on samples ``[B]`` of ``observation`` and ``action`` (and perhaps ``valid_steps``).
+
+    It is not driven by rollouts: ``fit`` draws minibatches from demonstrations, ``update`` takes one. An mlp learns the
+    padding at the end of a demonstration too, which repeats the last action; a vla leaves it out by ``valid_steps``.
+
+    Args:
+        policy: what learns; a critic that it may have is left alone.
+        cfg: the options.
+        acceleration: precision of the networks.
+    """
+
+    policies: ClassVar[Mapping[str, type[Policy]]] = {"vla": VLAPolicy, "mlp": ActorCritic}
+    required_keys = frozenset({OBSERVATION, ACTION})
+    on_policy = False
+
+    def __init__(
+        self, *, policy: Policy, cfg: BCConfig | None = None, acceleration: Acceleration | None = None
+    ) -> None:
+        self.cfg = cfg = cfg or BCConfig()
+        super().__init__(policy, num_steps=1)
+        self.acceleration = acceleration or Acceleration()
+        trained = [
+            (name, p)
+            for name, p in policy.named_parameters()
+            if not name.startswith("critic.") and (cfg.learn_std or not name.endswith("log_std"))
+        ]
+        self.optimizer = FlatAdam(trained, cfg.learning_rate, cfg.adam_eps, cfg.max_grad_norm)
+        self._progress = Progress(METRICS, policy.device)
+
+    def fit(
+        self,
+        demonstrations: TensorDict,
+        steps: int | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> dict[str, float]:
+        """Set the policy's statistics from demonstrations, then learn from them.
+
+        Args:
+            demonstrations: samples ``[B]``, as ``load_demos`` returns them.
+            steps: gradient steps; ``num_updates`` when None.
+            on_progress: called with the number of steps done, about a hundred times.
+
+        Returns:
+            Means over the last tenth of the steps.
+
+        Raises:
+            DivergenceError: when a loss or gradient was not finite.
+        """
+        self.check_batch(demonstrations)
+        count, steps = demonstrations.shape[0], self.cfg.num_updates if steps is None else steps
+        if count < 1:
+            raise ConfigError("BC.fit got no demonstrations; record some first.")
+        self.set_statistics(demonstrations)
+        samples = demonstrations.select(OBSERVATION, ACTION, VALID_STEPS, strict=False)
+        often = max(1, steps // 100)
+        self._progress.restart()
+        self.policy.train()
+        for step in range(steps):
+            self.adjust_learning_rate(step / steps)
+            if step == steps - max(1, steps // 10):
+                self._progress.sums.zero_()
+            rows = torch.randint(count, (self.cfg.batch_size,), device=samples[ACTION].device)
+            self._step(samples[rows])
+            if on_progress is not None and ((step + 1) % often == 0 or step + 1 == steps):
+                on_progress(step + 1)
+        self.policy.eval()
+        metrics = {name: value.item() for name, value in self._metrics().items()}
+        self.raise_if_diverged(metrics, demonstrations.unsqueeze(-1))
+        return metrics
+
+    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """Take one gradient step on samples of any leading dimensions."""
+        self.check_batch(rollout)
+        self._progress.restart()
+        self.policy.train()
+        self._step(rollout.select(OBSERVATION, ACTION, VALID_STEPS, strict=False).reshape(-1))
+        self.policy.eval()
+        return self._metrics()
+
+    def _metrics(self) -> dict[str, Tensor]:
+        return {
+            **self._progress.means(),
+            "learning_rate": self.optimizer.learning_rate.clone(),
+            "nonfinite": self._progress.nonfinite.clone(),
+        }
+
+    @torch.no_grad()
+    def set_statistics(self, demonstrations: TensorDict) -> None:
+        """Let the policy normalise by the mean and standard deviation of demonstrations."""
+        policy, obs, here = self.policy, demonstrations[OBSERVATION], self.policy.device
+        if isinstance(policy, VLAPolicy):
+            found = leaves(obs)
+            vectors = [found[path].flatten(1).float() for path in policy.vectors]
+            state = torch.cat(vectors, -1) if vectors else torch.zeros(len(demonstrations), 0)
+            action = demonstrations[ACTION].reshape(-1, demonstrations[ACTION].shape[-1] // policy.chunk)
+            statistics = (
+                state.mean(0),
+                state.std(0, unbiased=False).clamp_min(self.cfg.min_std),
+                action.mean(0),
+                action.std(0, unbiased=False).clamp_min(self.cfg.min_action_std),
+            )
+            policy.set_statistics(*(value.to(here) for value in statistics), min_std=0.0)
+        elif policy.normalizer is not None:
+            for module in policy.normalizer.normalizers.values():
+                assert isinstance(module, RunningNormalizer)
+                module.count.zero_()  # the mean and variance before then count nothing
+            policy.normalizer.update(obs.to(here))
+            for module in policy.normalizer.normalizers.values():
+                assert isinstance(module, RunningNormalizer)
+                module.var.clamp_(min=self.cfg.min_std**2)
+
+    def _step(self, samples: TensorDict) -> None:
+        """Take one gradient step, unless this or an earlier one was not finite."""
+        cfg, progress, optimizer = self.cfg, self._progress, self.optimizer
+        total, gradient = torch.zeros((), device=self.policy.device), torch.zeros_like(optimizer.flat)
+        for part in samples.split(cfg.micro_batch_size or len(samples)):
+            loss = self._loss(part.to(self.policy.device)) * (len(part) / len(samples))
+            gradient += optimizer.gradient_of(loss)
+            total += loss.detach()
+        with torch.no_grad():
+            if cfg.weight_decay:
+                bad = torch.max(progress.nonfinite, ~(total + gradient.norm()).isfinite())
+                optimizer.flat.mul_(1.0 - optimizer.learning_rate * cfg.weight_decay * (1.0 - bad))
+            norm = progress.apply(optimizer, total, gradient)
+            progress.add(torch.stack((total, norm)), taken=progress.nonfinite == 0)
+
+    def _loss(self, samples: TensorDict) -> Tensor:
+        """Return the mean loss of samples ``[B]``."""
+        policy, cfg = self.policy, self.cfg
+        if cfg.state_noise:
+            samples = self._with_noise(samples)
+        batch: dict[str, Any] = dict(samples.items())
+        with torch.autocast(policy.device.type, torch.bfloat16, enabled=self.acceleration.precision == "bf16"):
+            own_loss: Callable[[Mapping[str, Any]], Tensor] | None = getattr(policy, "imitation_loss", None)
+            if own_loss is not None:
+                return own_loss(batch).float().mean()
+            action = batch[ACTION]
+            if cfg.loss == "mse" or (cfg.loss == "auto" and not cfg.learn_std and action.is_floating_point()):
+                return self._squared_error(batch).float().mean()
+            log_prob, _ = policy.evaluate_actions(batch[OBSERVATION], action)
+        return -log_prob.float().mean()
+
+    def _squared_error(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return the squared error of the mode, ``[B, chunk * A]``."""
+        distribution: Any = getattr(self.policy, "distribution", None)
+        if distribution is None:
+            name = type(self.policy).__name__
+            raise ConfigError(f"algo.loss mse needs a policy with distribution(obs), {name} has none; use likelihood.")
+        error: Tensor = (distribution(batch[OBSERVATION]).mode - batch[ACTION]).square()
+        return error
+
+    def _with_noise(self, samples: TensorDict) -> TensorDict:
+        """Shake the vectors of the observations."""
+        shaken = samples.copy()
+        for path, leaf in leaves(samples[OBSERVATION]).items():
+            if leaf.is_floating_point():
+                key = OBSERVATION if isinstance(samples[OBSERVATION], Tensor) else (OBSERVATION, *path.split("."))
+                shaken[key] = leaf + self.cfg.state_noise * torch.randn_like(leaf)
+        return shaken
+
+    def adjust_learning_rate(self, progress: float) -> None:
+        """Follow the linear schedule."""
+        if self.cfg.schedule == "linear":
+            self.optimizer.learning_rate.fill_(self.cfg.learning_rate * max(0.0, 1.0 - progress))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer."""
+        return {"optimizer": self.optimizer.state_dict(), "config": asdict(self.cfg)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        self.optimizer.load_state_dict(state["optimizer"])

@@ -1,0 +1,409 @@
+"""REINFORCE with a leave-one-out baseline on groups of episodes (arXiv 2402.14740; for robots, 2505.17016)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from apexrl.algorithms.base import BaseAlgorithm, Progress, check_types
+from apexrl.buffers import bounds
+from apexrl.errors import ConfigError
+from apexrl.functional import approx_kl
+from apexrl.functional.rloo import group_std, leave_one_out, reverse_kl, surrogate
+from apexrl.graphs import Acceleration
+from apexrl.optim import FlatAdam
+from apexrl.policies import ActorCritic, Policy
+from apexrl.policies.vla import PI0_CFG_Adapter, VLAPolicy
+from apexrl.types import (
+    ACTION,
+    ADVANTAGE,
+    GROUP,
+    METRIC,
+    OBSERVATION,
+    REWARD,
+    SAMPLE_LOG_PROB,
+    SAMPLED_SUCCESS,
+    VALID,
+)
+
+REFERENCE_LOG_PROB = "reference_log_prob"
+ROWS_WITHOUT_GRADIENT = 4096
+"""Samples that are evaluated at once where no gradient is needed and ``micro_batch_size`` says nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOOConfig:
+    """Options of RLOO."""
+
+    name: Literal["rloo"] = "rloo"
+    """The algorithm."""
+    rloo_batch_size: int = 8
+    """Rollouts from one initial state: a group."""
+    num_groups: int = 12
+    """Groups wanted in a batch."""
+    baseline: Literal["group", "batch"] = "group"
+    """What an episode is compared with: the others of its group, or all others of the batch."""
+    normalize_advantage: Literal["none", "group", "batch"] = "none"
+    """Divides advantages by the standard deviation of the returns of their group, or of all advantages."""
+    loss: Literal["policy_gradient", "weighted_flow"] = "policy_gradient"
+    """policy_gradient: clipped ratio; weighted_flow: advantage-conditioned flow matching, for flow heads."""
+    num_epochs: int = 5
+    """Passes over each batch."""
+    num_minibatches: int = 4
+    """Parts into which each pass splits the chunks of the batch."""
+    minibatch_size: int | None = None
+    """Chunks of one optimizer step at most; takes the place of num_minibatches unless null."""
+    micro_batch_size: int | None = None
+    """Chunks of one forward and backward pass at most, whose gradients are summed; null takes a minibatch at once."""
+    learning_rate: float = 3e-4
+    """Adam's step size, at the start."""
+    schedule: Literal["fixed", "linear"] = "fixed"
+    """fixed, or linear: falls to 0 at the end of training."""
+    clip: float = 0.2
+    """Clipping range of the probability ratio of a whole chunk, below 1 and, unless clip_high is given, above."""
+    clip_high: float | None = None
+    """Clipping range above 1; null takes clip."""
+    target_kl: float | None = None
+    """Skips the rest of an update once a minibatch's KL divergence exceeds 1.5 times this; null never does."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    kl_coef: float = 0.0
+    """Weight of the KL divergence from the policy that training started with; 0 keeps no copy of it."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    adam_eps: float = 1e-8
+    """Adam's ε."""
+    collapse_ratio: float | None = None
+    """Goes back to the best policy so far when a batch's success falls below this share of its; null never does."""
+    enable_dynamic_sampling: bool = True
+    """Replace groups whose outcomes are all equal, and skip initial states that are mastered."""
+    rollout_skip_threshold: int = 3
+    """Skips of a mastered initial state after which its history is forgotten, so that it is tested again."""
+    enable_rollout_stats_tracking: bool = True
+    """Keep the outcomes of every initial state in a file."""
+    rollout_stats_path: str = ""
+    """That file; empty for rollout_stats.json in the run directory."""
+    oversample: float = 1.5
+    """Groups run for each one still missing, when some may be dropped."""
+    max_attempts: int = 4
+    """Times that groups are run for one batch; then training goes on with the mixed ones that were found."""
+
+    def __post_init__(self) -> None:
+        def require(name: str, ok: bool, rule: str) -> None:
+            if not ok:
+                raise ConfigError(f"algo.{name} {rule}, got {getattr(self, name)}.")
+
+        check_types(self, "algo")
+        require("rloo_batch_size", self.rloo_batch_size >= 2, "must be at least 2: an episode is compared with others")
+        for name in ("num_groups", "num_epochs", "num_minibatches", "max_attempts", "oversample"):
+            require(name, getattr(self, name) >= 1, "must be at least 1")
+        for name in ("minibatch_size", "micro_batch_size"):
+            value = getattr(self, name)
+            require(name, value is None or value >= 1, "must be at least 1 or null")
+        for name in ("learning_rate", "max_grad_norm", "adam_eps"):
+            require(name, 0 < getattr(self, name) < math.inf, "must be positive")
+        require("clip", 0 < self.clip < 1, "must lie in (0, 1)")
+        for name in ("clip_high", "target_kl"):
+            value = getattr(self, name)
+            require(name, value is None or value > 0, "must be positive or null")
+        for name in ("entropy_coef", "kl_coef", "rollout_skip_threshold"):
+            require(name, getattr(self, name) >= 0, "must not be negative")
+        ratio = self.collapse_ratio
+        require("collapse_ratio", ratio is None or 0 < ratio < 1, "must lie in (0, 1) or be null")
+        if self.loss == "weighted_flow":
+            for name in ("kl_coef", "entropy_coef"):
+                require(name, getattr(self, name) == 0, "must be 0 with algo.loss weighted_flow, which lacks it")
+            require("target_kl", self.target_kl is None, "must be null with algo.loss weighted_flow")
+
+    def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
+        """Raise when batches cannot be cut as wanted; chunks have no memory of each other."""
+        if keeps_sequences:
+            raise ConfigError("policy.kind 'gru' cannot be trained by algo.name 'rloo'; use vla or mlp.")
+
+
+METRICS = ("loss", "policy_loss", "entropy_loss", "approx_kl", "clip_frac", "start_kl", "grad_norm")
+
+
+class _Evaluator(nn.Module):
+    """Log-probability and entropy of stored chunks as a module of its own, in the precision of the acceleration."""
+
+    def __init__(self, policy: Policy, acceleration: Acceleration) -> None:
+        super().__init__()
+        self.policy = policy
+        self.in_bf16 = acceleration.precision == "bf16"
+
+    def forward(self, batch: Mapping[str, Any], whole: bool) -> tuple[Tensor, Tensor]:
+        """Evaluate the actions alone, or with ``whole`` all that the actor stored; both ``[B, 1]`` in float32."""
+        with torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.in_bf16):
+            if whole:
+                log_prob, entropy, _ = self.policy.evaluate(batch)
+            else:
+                # Without the critic, which has no part in this.
+                log_prob, entropy = self.policy.evaluate_actions(batch[OBSERVATION], batch[ACTION])
+        return (log_prob.float(), entropy.float()) if self.in_bf16 else (log_prob, entropy)
+
+
+class RLOO(BaseAlgorithm):
+    """Policy gradient without a critic: every chunk of an episode counts by how much better the episode went.
+
+    Batches are ``[T, E]``: E episodes from P initial states, T action chunks, padded where ``valid`` is false.
+    Statistics by which the policy normalises observations stay as they are: to move them would move the policy.
+
+    Args:
+        policy: what learns; a critic that it may have is left alone.
+        cfg: the options.
+        acceleration: precision, and whether the policy's evaluation is compiled.
+    """
+
+    policies: ClassVar[Mapping[str, type[Policy]]] = {"vla": VLAPolicy, "mlp": ActorCritic}
+    required_keys = frozenset({OBSERVATION, ACTION, REWARD, SAMPLE_LOG_PROB, VALID, GROUP})
+
+    def __init__(
+        self, *, policy: Policy, cfg: RLOOConfig | None = None, acceleration: Acceleration | None = None
+    ) -> None:
+        self.cfg = cfg = cfg or RLOOConfig()
+        super().__init__(policy, cfg.num_groups)
+        self.acceleration = acceleration or Acceleration()
+        self.reference = copy.deepcopy(policy).eval().requires_grad_(False) if cfg.kl_coef > 0 else None
+        """The policy that training started with."""
+        trained = [(name, p) for name, p in policy.named_parameters() if not name.startswith("critic.")]
+        self.optimizer = FlatAdam(trained, cfg.learning_rate, cfg.adam_eps, cfg.max_grad_norm)
+        self.guard = None if cfg.collapse_ratio is None else CollapseGuard(cfg.collapse_ratio, self.optimizer)
+        self._evaluate: Any = _Evaluator(policy, self.acceleration)
+        if self.acceleration.compile:
+            # The number of chunks changes from batch to batch.
+            self._evaluate = torch.compile(self._evaluate, dynamic=True)
+        self.extra_keys: tuple[str, ...] = getattr(policy, "extra_keys", ())
+        """What the policy returned when it acted and needs back to evaluate that; the batch must hold it."""
+        self._flow: PI0_CFG_Adapter | None = None
+        if cfg.loss == "weighted_flow":
+            if not isinstance(policy, VLAPolicy) or policy.flow is None:
+                raise ConfigError("algo.loss weighted_flow needs policy.kind vla with policy.head flow.")
+            self._flow = PI0_CFG_Adapter(policy)
+        self._progress = Progress(METRICS, policy.device)
+
+    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """Learn from one batch ``[T, E]``."""
+        self.check_batch(rollout)
+        if missing := set(self.extra_keys) - set(rollout.keys()):
+            raise KeyError(f"RLOO.update needs {sorted(missing)}, which the policy returned; collect with keep=None.")
+        progress = self._progress
+        progress.restart()
+        returns, advantage = self._episodes(rollout)
+        success = self._success(rollout, returns)
+        # The one read of an update, besides the number of valid chunks.
+        success_rate, has_signal = torch.stack((success, (advantage != 0).any().to(success.dtype))).tolist()
+        collapsed = self.guard is not None and self.guard.check(success_rate)
+        # Without a mixed group only the optimizer's momentum would move the weights.
+        needless = not has_signal and self._flow is None and not (self.cfg.kl_coef or self.cfg.entropy_coef)
+        if not collapsed and not needless:
+            self._learn(self._samples(rollout, advantage))
+        here = self.policy.device
+        metrics = {
+            name: torch.where(progress.sums[-1] + progress.nonfinite > 0, mean, torch.nan)
+            for name, mean in progress.means().items()
+        }
+        return {
+            **metrics,
+            "success": success.to(here),
+            "mixed": (advantage != 0).float().mean().to(here),
+            "collapsed": torch.tensor(float(collapsed), device=here),
+            "learning_rate": self.optimizer.learning_rate.clone(),
+            "skipped": progress.stop.clone(),
+            "nonfinite": progress.nonfinite.clone(),
+        }
+
+    @torch.no_grad()
+    def _episodes(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
+        """Return the return and the advantage of every episode, ``[E]`` each."""
+        cfg = self.cfg
+        returns = torch.where(batch[VALID], batch[REWARD], 0.0).sum(0).squeeze(-1)
+        group = batch[GROUP][0].squeeze(-1)
+        advantage = leave_one_out(returns, group if cfg.baseline == "group" else torch.zeros_like(group))
+        if cfg.normalize_advantage == "group":
+            advantage = advantage / (group_std(returns, group) + 1e-6)
+        elif cfg.normalize_advantage == "batch" and len(advantage) > 1:
+            advantage = advantage / (advantage.std() + 1e-6)
+        return returns, advantage
+
+    @staticmethod
+    def _success(batch: TensorDict, returns: Tensor) -> Tensor:
+        """Share of episodes that succeeded: of all that were sampled where the batch says so, else of its own."""
+        if SAMPLED_SUCCESS in batch:
+            sampled: Tensor = batch[SAMPLED_SUCCESS].flatten()[0].float()
+            return sampled
+        if METRIC in batch and "success" in batch[METRIC].keys():  # noqa: SIM118
+            return torch.where(batch[VALID], batch[METRIC]["success"], 0.0).amax(0).mean()
+        return (returns > 0).float().mean()
+
+    @torch.no_grad()
+    def _samples(self, batch: TensorDict, advantage: Tensor) -> TensorDict:
+        """Gather the valid chunks ``[B]`` with the advantage of their episode."""
+        rows = batch[VALID].squeeze(-1).nonzero(as_tuple=True)
+        samples: TensorDict = batch.select(OBSERVATION, ACTION, SAMPLE_LOG_PROB, *self.extra_keys)[rows]
+        samples[ADVANTAGE] = advantage[rows[1]].unsqueeze(-1)
+        if self._flow is None and self.acceleration.precision == "bf16":
+            # Acting was more exact: the ratio must begin at 1, not at exp(rounding of a whole chunk).
+            samples[SAMPLE_LOG_PROB] = self._log_probs(self._evaluate, samples)
+        if self.reference is not None:
+            evaluate = _Evaluator(self.reference, self.acceleration)
+            samples[REFERENCE_LOG_PROB] = self._log_probs(evaluate, samples)
+        return samples
+
+    def _log_probs(self, evaluate: Any, samples: TensorDict) -> Tensor:
+        size, here = self.cfg.micro_batch_size or ROWS_WITHOUT_GRADIENT, self.policy.device
+        whole = bool(self.extra_keys)
+        parts = [evaluate(dict(part.to(here).items()), whole)[0] for part in samples.split(size)]
+        return torch.cat(parts).to(samples[ADVANTAGE].device)
+
+    def _learn(self, samples: TensorDict) -> None:
+        """Run the epochs over flat samples ``[B]``."""
+        cfg, count = self.cfg, samples.shape[0]
+        wanted = cfg.num_minibatches if cfg.minibatch_size is None else math.ceil(count / cfg.minibatch_size)
+        self.policy.train()
+        for _ in range(cfg.num_epochs):
+            order = torch.randperm(count, device=samples[ADVANTAGE].device)
+            for start, end in bounds(count, min(wanted, count)):
+                self._step(samples, order[start:end])
+        self.policy.eval()
+
+    def _step(self, samples: TensorDict, rows: Tensor) -> None:
+        """Take one optimizer step, unless the update was stopped before or this step is not finite."""
+        progress = self._progress
+        metrics, gradient = self._gradient(samples, rows)
+        with torch.no_grad():
+            norm = gradient.norm()
+            if self.cfg.target_kl is not None:
+                kl = metrics[METRICS.index("approx_kl")]
+                progress.stop.copy_(torch.max(progress.stop, kl > 1.5 * self.cfg.target_kl))
+            progress.nonfinite.copy_(torch.max(progress.nonfinite, ~(metrics[0] + norm).isfinite()))
+            skip = torch.max(progress.stop, progress.nonfinite)
+            self.optimizer.step(gradient, norm, skip)
+            progress.add(torch.cat((metrics, norm.view(1))), taken=skip == 0)
+
+    def _gradient(self, samples: TensorDict, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return metrics and flat gradient of the mean loss over some rows, a micro-batch at a time."""
+        metrics, gradient = [], torch.zeros_like(self.optimizer.flat)
+        for part in rows.split(self.cfg.micro_batch_size or len(rows)):
+            share = len(part) / len(rows)
+            loss, found = self._loss(dict(samples[part].to(self.policy.device).items()))
+            gradient += self.optimizer.gradient_of(share * loss)
+            metrics.append(share * found)
+        return torch.stack(metrics).sum(0), gradient
+
+    def _loss(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the mean loss of a micro-batch, and what is logged of it in the order of ``METRICS``."""
+        cfg = self.cfg
+        if self._flow is not None:
+            loss = self._flow_loss(self._flow, batch)
+            nothing = torch.zeros_like(loss.detach())
+            return loss, torch.stack((loss.detach(), loss.detach(), nothing, nothing, nothing, nothing))
+        log_prob, entropy = self._evaluate(batch, bool(self.extra_keys))
+        log_ratio = log_prob - batch[SAMPLE_LOG_PROB]
+        clip_high = cfg.clip if cfg.clip_high is None else cfg.clip_high
+        policy_term = surrogate(log_ratio, batch[ADVANTAGE], cfg.clip, clip_high).mean()
+        entropy_term = -entropy.mean()
+        start_kl = torch.zeros_like(policy_term)
+        if self.reference is not None:
+            start_kl = reverse_kl(log_prob, batch[REFERENCE_LOG_PROB]).mean()
+        loss = policy_term + cfg.entropy_coef * entropy_term + cfg.kl_coef * start_kl
+        with torch.no_grad():
+            ratio = log_ratio.exp()
+            clip_frac = ((ratio < 1.0 - cfg.clip) | (ratio > 1.0 + clip_high)).float().mean()
+            metrics = torch.stack((loss, policy_term, entropy_term, approx_kl(log_ratio), clip_frac, start_kl))
+        return loss, metrics
+
+    def _flow_loss(self, flow: PI0_CFG_Adapter, batch: Mapping[str, Any]) -> Tensor:
+        with torch.autocast(self.policy.device.type, torch.bfloat16, enabled=self.acceleration.precision == "bf16"):
+            loss = flow.compute_weighted_loss(batch, batch[ADVANTAGE])
+        return loss.float()
+
+    def adjust_learning_rate(self, progress: float) -> None:
+        """Follow the linear schedule."""
+        if self.cfg.schedule == "linear":
+            self.optimizer.learning_rate.fill_(self.cfg.learning_rate * max(0.0, 1.0 - progress))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return optimizer, starting policy and what the guard against collapse remembers."""
+        reference = {} if self.reference is None else self.reference.state_dict()
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "reference": {name: value.clone() for name, value in reference.items()},
+            "guard": {} if self.guard is None else self.guard.state_dict(),
+            "config": asdict(self.cfg),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.reference is not None and state["reference"]:
+            self.reference.load_state_dict(state["reference"])
+        if self.guard is not None and state["guard"]:
+            self.guard.load_state_dict(state["guard"])
+
+
+class CollapseGuard:
+    """Keeps the weights that did best, and puts them back when sampled success collapses.
+
+    A policy that never succeeds has only uniform groups, so no gradient leads out again. The best is judged by a
+    running mean of success, because one batch may be lucky. A policy that was put back and fails again is taken at its
+    word: training goes on from there with its success as the new best, so that it cannot be put back forever.
+
+    Args:
+        ratio: share of the best success below which a batch counts as collapsed.
+        optimizer: holds the weights.
+    """
+
+    smoothing = 0.5
+    """Weight of the newest batch in the running mean."""
+
+    def __init__(self, ratio: float, optimizer: FlatAdam) -> None:
+        self.ratio, self.optimizer = ratio, optimizer
+        self.best = self.running = 0.0
+        self.weights = optimizer.flat.detach().clone()
+        self.was_put_back = False
+
+    def check(self, success: float) -> bool:
+        """Look at the success of a batch that the current weights sampled; returns whether others were put back."""
+        if success < self.ratio * self.best:
+            if not self.was_put_back:
+                self._put_back()
+                return True
+            self.best = self.running = success
+            self._keep()
+        self.running += self.smoothing * (success - self.running) if self.best else success - self.running
+        if self.running >= self.best:
+            self.best = self.running
+            self._keep()
+        self.was_put_back = False
+        return False
+
+    @torch.no_grad()
+    def _keep(self) -> None:
+        self.weights.copy_(self.optimizer.flat)
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        self.optimizer.flat.copy_(self.weights)
+        # The moments point to where it collapsed.
+        for name, value in self.optimizer.state.items():
+            value.fill_(1.0 if name.endswith("decay") else 0.0)
+        self.running, self.was_put_back = self.best, True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best weights and the numbers."""
+        numbers = {"best": self.best, "running": self.running, "was_put_back": self.was_put_back}
+        return {"weights": self.weights.clone(), **numbers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        self.weights.copy_(state["weights"])
+        self.best, self.running = state["best"], state["running"]
+        self.was_put_back = state["was_put_back"]

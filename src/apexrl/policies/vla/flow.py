@@ -1,0 +1,158 @@
+"""The flow head: chunks are denoised by a learned velocity field, exactly or with noise in every step.
+
+Noise ε and chunk a are joined by the straight line x_t = (1 − t) ε + t a, with velocity a − ε. The field v(x, t) is
+trained to that velocity; the ordinary equation dx = v dt then carries noise at t = 0 to chunks at t = 1.
+
+The stochastic sampler follows (arXiv 2505.05470, 2510.25889)
+
+dx = (v + ½ g² ∇log p_t) dt + g dW,   ∇log p_t(x) = −(x − t v) / (1 − t),   g² = η² (1 − t),
+
+which has the same marginals p_t for every noise level η. With this g the drift is v − ½ η² (x − t v), without a
+singularity, and an Euler step of length h from t is Gaussian with known mean and a standard deviation above zero:
+
+x' ~ N(x + h (v − ½ η² (x − t v)),  η² (1 − t) h)
+
+so that a whole path has a likelihood: log π = Σ_k log N(x_{k+1}; mean_k, std_k), given its first noise.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from apexrl.errors import ConfigError
+from apexrl.models import DiagGaussian
+from apexrl.policies.vla.model import ActionExpert, Prefix
+
+UNCONDITIONAL, CONDITIONAL = 0, 1
+
+
+def sde_step(x: Tensor, velocity: Tensor, time: Tensor, length: float, noise_level: float) -> DiagGaussian:
+    """Return the distribution of the next point of the stochastic sampler.
+
+    Args:
+        x: points ``[..., D]``.
+        velocity: the field there.
+        time: ``[..., 1]`` in [0, 1).
+        length: of the step.
+        noise_level: η.
+    """
+    mean = x + length * (velocity - 0.5 * noise_level**2 * (x - time * velocity))
+    log_std = 0.5 * torch.log((1.0 - time) * length) + math.log(noise_level)
+    return DiagGaussian(mean, log_std)
+
+
+class FlowHead(nn.Module):
+    """Embeds noisy chunks, their time and their condition for the expert, and samples.
+
+    Args:
+        expert_width: E.
+        num_actions: A, numbers of one action.
+        denoising_steps: K.
+        noise_level: η of the stochastic sampler.
+        guidance: scale s of classifier-free guidance; 1 is the conditional field alone.
+    """
+
+    times: Tensor
+    frequencies: Tensor
+
+    def __init__(
+        self,
+        expert_width: int,
+        num_actions: int,
+        *,
+        denoising_steps: int = 5,
+        noise_level: float = 0.5,
+        guidance: float = 1.0,
+        condition_dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        if denoising_steps < 1:
+            raise ConfigError(f"policy.denoising_steps must be at least 1, got {denoising_steps}.")
+        if not 0.0 < noise_level < math.inf:
+            raise ConfigError(f"policy.noise_level must be above 0, got {noise_level}.")
+        if not 0.0 <= guidance < math.inf:
+            raise ConfigError(f"policy.guidance must be at least 0, got {guidance}.")
+        if not 0.0 <= condition_dropout <= 1.0:
+            raise ConfigError(f"policy.condition_dropout must lie in [0, 1], got {condition_dropout}.")
+        self.steps, self.noise_level, self.guidance = denoising_steps, noise_level, guidance
+        self.condition_dropout = condition_dropout
+        self.action = nn.Linear(num_actions, expert_width)
+        self.time = nn.Sequential(
+            nn.Linear(expert_width, expert_width), nn.SiLU(), nn.Linear(expert_width, expert_width)
+        )
+        self.condition = nn.Embedding(2, expert_width)
+        nn.init.normal_(self.condition.weight, std=0.5)
+        periods = torch.logspace(math.log10(4e-3), math.log10(4.0), expert_width // 2)
+        self.register_buffer("frequencies", 2.0 * math.pi / periods, persistent=False)
+        self.register_buffer("times", torch.arange(denoising_steps) / denoising_steps, persistent=False)
+
+    def tokens(self, x: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        """Embed points ``[B, S, C * A]`` at times and conditions that broadcast to ``[B, S]``; ``[B, S, C, E]``."""
+        angle = time.unsqueeze(-1) * self.frequencies
+        embedded = self.time(torch.cat((angle.sin(), angle.cos()), -1)) + self.condition(condition)
+        tokens: Tensor = self.action(x.unflatten(-1, (-1, self.action.in_features))) + embedded.unsqueeze(-2)
+        return tokens
+
+    def branch(self, expert: ActionExpert, prefix: Prefix, x: Tensor, time: Tensor, condition: int) -> Tensor:
+        """Return one branch's field ``[B, S, C * A]`` at times ``[S]`` or ``[B, S]``."""
+        index = torch.full((1, 1), condition, device=x.device)
+        field: Tensor = expert(prefix, self.tokens(x, time, index)).float()
+        return field
+
+    def field(self, expert: ActionExpert, prefix: Prefix, x: Tensor, time: Tensor) -> Tensor:
+        """Return the guided field v = v_u + s (v_c − v_u); s = 1 is v_c itself, s = 0 is v_u."""
+        if self.guidance == 1.0:
+            return self.branch(expert, prefix, x, time, CONDITIONAL)
+        if self.guidance == 0.0:
+            return self.branch(expert, prefix, x, time, UNCONDITIONAL)
+        conditional = self.branch(expert, prefix, x, time, CONDITIONAL)
+        unconditional = self.branch(expert, prefix, x, time, UNCONDITIONAL)
+        return unconditional + self.guidance * (conditional - unconditional)
+
+    def sample(self, expert: ActionExpert, prefix: Prefix, *, deterministic: bool) -> tuple[Tensor, Tensor]:
+        """Return paths ``[B, K + 1, C * A]`` from noise to normalised chunks, and their log-probabilities ``[B, 1]``.
+
+        A deterministic path starts at 0, the middle of the noise, and follows the ordinary equation.
+        """
+        x = torch.zeros(prefix.keys[0].shape[0], 1, expert.chunk * expert.num_actions, device=self.times.device)
+        if not deterministic:
+            x.normal_()
+        path, log_prob = [x], torch.zeros_like(x[..., :1])
+        for time in self.times.split(1):
+            velocity = self.field(expert, prefix, x, time)
+            step = sde_step(x, velocity, time.unsqueeze(-1), 1.0 / self.steps, self.noise_level)
+            x = x + velocity / self.steps if deterministic else step.sample()
+            log_prob = log_prob + step.log_prob(x)
+            path.append(x)
+        return torch.cat(path, 1), log_prob.squeeze(1)
+
+    def transitions(self, expert: ActionExpert, prefix: Prefix, path: Tensor) -> DiagGaussian:
+        """Return the distribution ``[B, K, C * A]`` of each next point of stored paths, all steps at once."""
+        x = path[:, :-1]
+        velocity = self.field(expert, prefix, x, self.times)
+        return sde_step(x, velocity, self.times.unsqueeze(-1), 1.0 / self.steps, self.noise_level)
+
+    def interpolate(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw noise and time; returns points ``[B, 1, D]``, times ``[B, 1]`` and the velocity to learn."""
+        noise = torch.randn_like(action)
+        time = torch.rand(action.shape[0], 1, device=action.device)
+        point = (1.0 - time) * noise + time * action
+        return point.unsqueeze(1), time, action - noise
+
+    def imitation_loss(self, expert: ActionExpert, prefix: Prefix, action: Tensor, mask: Tensor) -> Tensor:
+        """Mean squared error of the field ``[B]``; some samples train the unconditional branch, so that guidance works.
+
+        L = ‖v(x_t, t) − (a − ε)‖² / D
+        """
+        point, time, target = self.interpolate(action)
+        keep = torch.rand(action.shape[0], 1, device=action.device) >= self.condition_dropout
+        field = expert(prefix, self.tokens(point, time, keep.long())).float()
+        return masked_mean_square(field.squeeze(1) - target, mask)
+
+
+def masked_mean_square(error: Tensor, mask: Tensor) -> Tensor:
+    """Mean of the squares ``[B]`` over the dimensions that the mask ``[B, D]`` keeps; 0 where it keeps none."""
+    return (error.square() * mask).sum(-1) / mask.sum(-1).clamp_min(1.0)

@@ -1,0 +1,244 @@
+"""LeRobot's policies (``smolvla``, ``pi0``) behind our interface; LeRobot is imported when one is made."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from apexrl.errors import ConfigError, did_you_mean
+from apexrl.models import leaves
+from apexrl.models.encoder import is_picture, leaf_spaces
+from apexrl.policies.base import Policy
+from apexrl.policies.vla.policy import VALID_STEPS
+from apexrl.policies.vla.scaling import Scaling
+from apexrl.types import ACTION, INSTRUCTION_KEY, OBSERVATION, STATE_KEY, Carry, Observation, PolicyOutput
+
+KINDS = {
+    "smolvla": ("lerobot.policies.smolvla.modeling_smolvla", "SmolVLAPolicy"),
+    "pi0": ("lerobot.policies.pi0.modeling_pi0", "PI0Policy"),
+}
+STATE = "observation.state"
+IMAGES = "observation.images"
+TOKENS = "observation.language.tokens"
+ATTENTION = "observation.language.attention_mask"
+
+Tokenize: TypeAlias = Callable[[list[str]], tuple[Tensor, Tensor]]
+"""Instructions to token ids ``[B, L]`` and a mask ``[B, L]`` of those that are no padding."""
+
+
+class LeRobotPolicy(Policy):
+    """A LeRobot policy that acts on our observations and learns by imitation.
+
+    It gives no log-probabilities, so it is for BC and evaluation; ``forward`` and ``evaluate_actions`` say so.
+
+    Args:
+        observation_space: with ``state``, ``instruction`` and one uint8 ``[H, W, 3]`` group a camera.
+        action_space: a Box of ``chunk * A`` numbers.
+        policy: a LeRobot policy, or anything with its ``predict_action_chunk`` and ``forward``.
+        tokenize: turns instructions into token ids ``[B, L]`` and a mask ``[B, L]``.
+        chunk: actions that one step takes; the rest of the policy's own chunk is not used.
+        cameras: LeRobot's name of each of our camera groups; None keeps the names.
+    """
+
+    def __init__(
+        self,
+        observation_space: gym.Space[Any],
+        action_space: gym.Space[Any],
+        *,
+        policy: nn.Module,
+        tokenize: Tokenize,
+        chunk: int,
+        cameras: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        spaces = leaf_spaces(observation_space)
+        for name in (STATE_KEY, INSTRUCTION_KEY):
+            if name not in spaces:
+                raise ConfigError(f"A LeRobot policy needs the observation group '{name}'; there are {list(spaces)}.")
+        pictures = [path for path, box in spaces.items() if is_picture(box)]
+        cameras = cameras or {path: path for path in pictures}
+        for path in cameras:
+            if path not in pictures:
+                raise ConfigError(
+                    f"policy.cameras names '{path}'; there are {pictures}." + did_you_mean(path, pictures)
+                )
+        total = int(np.prod(action_space.shape or ()))
+        if chunk < 1 or total % chunk:
+            raise ConfigError(f"policy.chunk must divide the {total} numbers of the action space, got {chunk}.")
+        self.chunk, self.cameras = chunk, dict(cameras)
+        self.num_actions = total // chunk
+        self.inner, self.tokenize = policy, tokenize
+        longest = int(policy.config.chunk_size)  # type: ignore[union-attr, arg-type]
+        if chunk > longest:
+            raise ConfigError(
+                f"policy.chunk must be at most the {longest} actions that this policy plans, got {chunk}."
+            )
+        # LeRobot normalises outside of its policies, so it is done here, as for our own.
+        self.scaling = Scaling(int(np.prod(spaces[STATE_KEY].shape)), total)
+
+    @classmethod
+    def load(
+        cls,
+        observation_space: gym.Space[Any],
+        action_space: gym.Space[Any],
+        *,
+        path: Path | str,
+        kind: str = "smolvla",
+        chunk: int = 5,
+        cameras: Mapping[str, str] | None = None,
+        tokenizer: Path | str | None = None,
+    ) -> LeRobotPolicy:
+        """Load a policy from a local directory; nothing is downloaded.
+
+        Args:
+            observation_space: of one environment.
+            action_space: of one environment.
+            path: holds ``config.json`` and ``model.safetensors``.
+            kind: ``smolvla`` or ``pi0``.
+            chunk: actions that one step takes.
+            cameras: LeRobot's name of each of our camera groups.
+            tokenizer: a local directory; None looks beside the policy, then where its ``vlm_model_name`` points.
+
+        Raises:
+            ConfigError: LeRobot is not installed, the kind is unknown, or the directory is not there.
+        """
+        policy_class = import_policy_class(kind)
+        path = Path(path)
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"policy.path '{path}' holds no LeRobot policy (config.json). Name a local directory.")
+        policy = policy_class.from_pretrained(str(path), local_files_only=True)
+        return cls(
+            observation_space,
+            action_space,
+            policy=policy,
+            tokenize=_load_tokenizer(Path(tokenizer or _tokenizer_path(path, policy.config)), policy.config),
+            chunk=chunk,
+            cameras=cameras,
+        )
+
+    def set_statistics(
+        self,
+        state_mean: Tensor,
+        state_std: Tensor,
+        action_mean: Tensor,
+        action_std: Tensor,
+        *,
+        min_std: float = 0.05,
+    ) -> None:
+        """Normalise by statistics of demonstrations from here on, as ``VLAPolicy.set_statistics``."""
+        self.scaling.set_statistics(state_mean, state_std, action_mean, action_std, min_std)
+
+    def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
+        """Return ``action``: the first ``chunk`` actions of its own chunk; ``deterministic`` starts from noise 0."""
+        return {ACTION: self._predict(carry[OBSERVATION], deterministic)}
+
+    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
+        """Return the action; log-probability and value are NaN and zero, because a LeRobot policy has neither."""
+        action = self._predict(obs, deterministic)
+        value = torch.zeros_like(action[..., :1])
+        return PolicyOutput(action, torch.full_like(value, torch.nan), value)
+
+    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Not to be had.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("A LeRobot policy gives no log-probabilities; use algo.name bc, or policy.kind vla.")
+
+    def get_value(self, obs: Observation) -> Tensor:
+        """Return zeros: there is no critic."""
+        return torch.zeros(*leaves(obs)[STATE_KEY].shape[:-1], 1, device=self.device)
+
+    def imitation_loss(self, batch: Mapping[str, Any] | TensorDict) -> Tensor:
+        """Return LeRobot's own loss ``[...]`` of each demonstrated chunk."""
+        shape = batch[ACTION].shape[:-1]
+        inputs = self.inputs(batch[OBSERVATION])
+        actions = self.scaling.action(batch[ACTION]).reshape(-1, self.chunk, self.num_actions)
+        config: Any = self.inner.config
+        # The policy's own chunk may be longer: there the last action is held, and marked as padding.
+        missing = config.chunk_size - self.chunk
+        real = torch.full((len(actions), 1), self.chunk, device=actions.device)
+        if VALID_STEPS in batch.keys():  # noqa: SIM118
+            real = batch[VALID_STEPS].reshape(-1, 1)
+        inputs[ACTION] = torch.cat((actions, actions[:, -1:].expand(-1, missing, -1)), 1)
+        inputs["actions_id_pad"] = torch.arange(config.chunk_size, device=actions.device) >= real
+        loss, _ = self.inner.forward(inputs, reduction="none")
+        sample_loss: Tensor = loss
+        return sample_loss.reshape(shape)
+
+    def inputs(self, obs: Observation) -> dict[str, Tensor]:
+        """Return an observation as LeRobot names and shapes it, its leading dimensions made one."""
+        found = leaves(obs)
+        state = found[STATE_KEY]
+        batch = {STATE: self.scaling.state(state.reshape(-1, state.shape[-1]).float())}
+        for path, name in self.cameras.items():
+            pictures = found[path].reshape(-1, *found[path].shape[-3:])
+            batch[f"{IMAGES}.{name}"] = pictures.permute(0, 3, 1, 2).float() / 255.0
+        text = found[INSTRUCTION_KEY]
+        ids, mask = self.tokenize(instructions(text.reshape(-1, text.shape[-1])))
+        batch[TOKENS], batch[ATTENTION] = ids.to(state.device), mask.bool().to(state.device)
+        return batch
+
+    def _predict(self, obs: Observation, deterministic: bool) -> Tensor:
+        inputs = self.inputs(obs)
+        options: dict[str, Tensor] = {}
+        if deterministic:
+            config: Any = self.inner.config
+            shape = (len(inputs[STATE]), config.chunk_size, config.max_action_dim)
+            options["noise"] = torch.zeros(shape, device=inputs[STATE].device)
+        predict: Any = self.inner.predict_action_chunk
+        actions: Tensor = predict(inputs, **options)[:, : self.chunk, : self.num_actions]
+        return self.scaling.restore_action(actions.reshape(*leaves(obs)[STATE_KEY].shape[:-1], -1))
+
+
+def instructions(text: Tensor) -> list[str]:
+    """Return the instructions of bytes ``[B, L]`` padded with zeros."""
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in text.cpu().numpy()]
+
+
+def import_policy_class(kind: str) -> Any:
+    """Return LeRobot's class of a kind of policy.
+
+    Raises:
+        ConfigError: the kind is unknown, or LeRobot is not installed.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"policy.kind must be one of {sorted(KINDS)}, got '{kind}'." + did_you_mean(kind, KINDS))
+    module, name = KINDS[kind]
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ConfigError(
+            f"policy.kind {kind} needs LeRobot, which cannot be imported here ({error}). It has an environment of its "
+            "own, which 'make test-lerobot' makes: run its Python."
+        ) from error
+
+
+def _tokenizer_path(path: Path, config: Any) -> Path | str:
+    return path if (path / "tokenizer.json").is_file() else getattr(config, "vlm_model_name", path)
+
+
+def _load_tokenizer(path: Path, config: Any) -> Tokenize:
+    transformers = importlib.import_module("transformers")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"policy.tokenizer '{path}' cannot be loaded ({error}). Name a local directory.") from error
+
+    def tokenize(texts: list[str]) -> tuple[Tensor, Tensor]:
+        # LeRobot's own preprocessing ends an instruction with a new line.
+        lines = [f"{text}\n" for text in texts]
+        length = int(config.tokenizer_max_length)
+        made = tokenizer(lines, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+        return made["input_ids"], made["attention_mask"]
+
+    return tokenize

@@ -1,0 +1,350 @@
+"""A vision-language-action policy: pictures, state and instruction in, a chunk of actions out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from apexrl.errors import ConfigError, did_you_mean
+from apexrl.models import Distribution, leaves
+from apexrl.models.encoder import is_picture, leaf_spaces, select_groups
+from apexrl.policies.base import Policy
+from apexrl.policies.vla.flow import FlowHead
+from apexrl.policies.vla.likelihood import DistributionKind, LikelihoodHead
+from apexrl.policies.vla.model import SIZES, ActionExpert, Dimensions, Prefix, PrefixTransformer
+from apexrl.policies.vla.scaling import Scaling
+from apexrl.policies.vla.towers import PictureTower, StateTower, TextTower, default_patch
+from apexrl.types import (
+    ACTION,
+    INSTRUCTION_KEY,
+    OBSERVATION,
+    SAMPLE_LOG_PROB,
+    Carry,
+    Evaluation,
+    Observation,
+    PolicyOutput,
+)
+
+DENOISING = "denoising"
+"""``[..., K + 1, chunk * A]``: the path from noise to the normalised chunk that a flow policy took."""
+VALID_STEPS = "valid_steps"
+"""``[..., 1]``: how many actions of a demonstrated chunk are real; the others are padding."""
+FREEZABLE = ("vision", "text", "state", "prefix", "expert")
+
+
+class VLAPolicy(Policy):
+    """Tokens of pictures, instruction and state as a prefix; an action expert that attends to it; one of two heads.
+
+    Args:
+        observation_space: vectors (joined into the state), ``instruction`` (uint8 bytes), pictures; each may be absent.
+        action_space: a Box of ``chunk * A`` numbers, row by row.
+        chunk: actions that one step takes.
+        head: ``likelihood`` (a distribution over chunks) or ``flow`` (flow matching).
+        size: ``tiny``, ``small``, ``base`` or ``large``; the next five change parts of it.
+        width: of the prefix.
+        depth: layers of prefix and expert.
+        heads: of attention.
+        expert_width: of the action expert.
+        pool_text: one token for the whole instruction instead of one a word.
+        max_words: of an instruction.
+        patch_size: pixels of a picture token's side; None makes about 8 by 8 tokens a picture.
+        normalize_obs: normalise the state by the statistics of demonstrations.
+        distribution: of the likelihood head: ``gaussian`` or ``laplace``.
+        init_std: of the likelihood head at the start, on normalised actions.
+        min_std: its lower bound.
+        max_std: its upper bound.
+        learn_std: let reinforcement learning change it; imitation never does.
+        denoising_steps: of the flow head.
+        noise_level: of the flow head's stochastic sampler.
+        guidance: of the flow head; 1 is the conditional field alone.
+        condition_dropout: share of demonstrations that train the flow head's unconditional branch.
+        lora_rank: train additions of this rank instead of the transformers' weights; 0 trains the weights.
+        freeze: parts that are not trained: vision, text, state, prefix, expert.
+    """
+
+    def __init__(
+        self,
+        observation_space: gym.Space[Any],
+        action_space: gym.Space[Any],
+        *,
+        chunk: int = 1,
+        head: Literal["likelihood", "flow"] = "likelihood",
+        size: str = "tiny",
+        width: int | None = None,
+        depth: int | None = None,
+        heads: int | None = None,
+        expert_width: int | None = None,
+        pool_text: bool | None = None,
+        max_words: int = 20,
+        patch_size: int | None = None,
+        normalize_obs: bool = True,
+        distribution: DistributionKind = "gaussian",
+        init_std: float = 0.6,
+        min_std: float = 0.01,
+        max_std: float = 2.0,
+        learn_std: bool = True,
+        denoising_steps: int = 5,
+        noise_level: float = 0.5,
+        guidance: float = 1.0,
+        condition_dropout: float = 0.1,
+        lora_rank: int = 0,
+        freeze: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        num_actions = _action_size(action_space, chunk)
+        spaces = select_groups(leaf_spaces(observation_space), None, privileged=False)
+        self.cameras = [path for path, box in spaces.items() if is_picture(box)]
+        self.vectors = [path for path in spaces if path not in self.cameras and path != INSTRUCTION_KEY]
+        self.num_dims = {path: len(box.shape) for path, box in spaces.items()}
+        if not self.cameras and not self.vectors:
+            raise ConfigError(f"A vla policy needs a state or a picture in the observation, got {observation_space}.")
+        num_states = sum(int(np.prod(spaces[path].shape)) for path in self.vectors)
+        dimensions = _dimensions(size, width, depth, heads, expert_width, pool_text)
+        self.chunk, self.dimensions = chunk, dimensions
+        self.scaling = Scaling(num_states, chunk * num_actions, scale_states=normalize_obs)
+        self.state_tower = StateTower(num_states, dimensions.width) if self.vectors else None
+        self.text_tower: TextTower | None = None
+        if INSTRUCTION_KEY in spaces:
+            self.text_tower = TextTower(
+                dimensions.width, max_words=max_words, num_buckets=dimensions.num_buckets, pool=dimensions.pool_text
+            )
+        # nn.ModuleDict refuses dots in names.
+        self.vision_towers = nn.ModuleDict()
+        for path in self.cameras:
+            shape = spaces[path].shape
+            tower = PictureTower(shape, dimensions.width, patch_size or default_patch(shape), path)
+            self.vision_towers[path.replace(".", "/")] = tower
+        self.prefix = PrefixTransformer(dimensions, lora_rank)
+        self.expert = ActionExpert(dimensions, chunk, num_actions, lora_rank)
+        self.likelihood: LikelihoodHead | None = None
+        self.flow: FlowHead | None = None
+        if head == "likelihood":
+            self.likelihood = LikelihoodHead(
+                chunk,
+                num_actions,
+                distribution=distribution,
+                init_std=init_std,
+                min_std=min_std,
+                max_std=max_std,
+                learn_std=learn_std,
+            )
+        elif head == "flow":
+            self.flow = FlowHead(
+                dimensions.expert_width,
+                num_actions,
+                denoising_steps=denoising_steps,
+                noise_level=noise_level,
+                guidance=guidance,
+                condition_dropout=condition_dropout,
+            )
+        else:
+            raise ConfigError(f"policy.head must be likelihood or flow, got '{head}'.")
+        self._freeze(freeze, lora_rank)
+
+    @property
+    def extra_keys(self) -> tuple[str, ...]:
+        """What ``act`` returns besides action and log-probability, and ``evaluate`` needs back."""
+        return () if self.flow is None else (DENOISING,)
+
+    def set_statistics(
+        self,
+        state_mean: Tensor,
+        state_std: Tensor,
+        action_mean: Tensor,
+        action_std: Tensor,
+        *,
+        min_std: float = 0.05,
+    ) -> None:
+        """Normalise by statistics of demonstrations from here on.
+
+        Args:
+            state_mean: ``[S]``.
+            state_std: ``[S]``.
+            action_mean: ``[A]``, or ``[chunk * A]``.
+            action_std: ``[A]``, or ``[chunk * A]``.
+            min_std: lower bound of the standard deviations: what hardly moved in a few demonstrations may move later.
+        """
+        self.scaling.set_statistics(state_mean, state_std, action_mean, action_std, min_std)
+
+    def distribution(self, obs: Observation) -> Distribution:
+        """Return the likelihood head's distribution over normalised chunks."""
+        if self.likelihood is None:
+            raise ConfigError("A flow policy has no distribution over chunks; use policy.head likelihood.")
+        shape, prefix = self._read(obs)
+        return self._distribution(shape, prefix)
+
+    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
+        """Return action, log-probability and a value of zero."""
+        output = self._act(obs, deterministic)
+        log_prob = output[SAMPLE_LOG_PROB]
+        return PolicyOutput(output[ACTION], log_prob, torch.zeros_like(log_prob))
+
+    def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
+        """Return ``action``, ``sample_log_prob`` and, of a flow policy, ``denoising``."""
+        return self._act(carry[OBSERVATION], deterministic)
+
+    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy of stored chunks ``[..., chunk * A]``.
+
+        A flow policy gives probabilities to whole paths: it takes ``denoising`` in the place of the action.
+        """
+        shape, prefix = self._read(obs)
+        if self.likelihood is not None:
+            distribution = self._distribution(shape, prefix)
+            return distribution.log_prob(self.scaling.action(action)), distribution.entropy()
+        assert self.flow is not None
+        if action.ndim != len(shape) + 2:
+            raise ValueError(
+                f"A flow policy evaluates paths [..., {self.flow.steps + 1}, {action.shape[-1]}], got actions "
+                f"{list(action.shape)}. Give batch['{DENOISING}'], which act() returned, or call evaluate(batch)."
+            )
+        path = action.reshape(-1, *action.shape[-2:])
+        steps = self.flow.transitions(self.expert, prefix, path)
+        log_prob, entropy = steps.log_prob(path[:, 1:]).sum(1), steps.entropy().sum(1)
+        return log_prob.reshape(*shape, 1), entropy.reshape(*shape, 1)
+
+    def get_value(self, obs: Observation) -> Tensor:
+        """Return zeros: there is no critic."""
+        return torch.zeros(*self._shape(leaves(obs)), 1, device=self.device)
+
+    def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
+        """Evaluate stored chunks, or the stored paths of a flow policy."""
+        stored = batch[ACTION] if self.flow is None else batch[DENOISING]
+        log_prob, entropy = self.evaluate_actions(batch[OBSERVATION], stored)
+        return Evaluation(log_prob, entropy, torch.zeros_like(log_prob))
+
+    def imitation_loss(self, batch: Mapping[str, Any] | TensorDict) -> Tensor:
+        """Return the loss ``[...]`` of each demonstrated chunk.
+
+        The negative log-likelihood, summed over the chunk, or the mean squared error of the flow's field.
+
+        Args:
+            batch: ``observation``, ``action [..., chunk * A]``, and perhaps ``valid_steps [..., 1]``.
+        """
+        shape, prefix = self._read(batch[OBSERVATION])
+        action, mask = self.targets(batch)
+        if self.likelihood is not None:
+            loss = self.likelihood.imitation_loss(self._mean(prefix), action, mask)
+        else:
+            assert self.flow is not None
+            loss = self.flow.imitation_loss(self.expert, prefix, action, mask)
+        return loss.reshape(shape)
+
+    def targets(self, batch: Mapping[str, Any] | TensorDict) -> tuple[Tensor, Tensor]:
+        """Return normalised chunks ``[B, chunk * A]`` of a batch, and 1 for every number that is no padding."""
+        action = self.scaling.action(batch[ACTION])
+        mask = torch.ones_like(action)
+        if VALID_STEPS in batch.keys():  # noqa: SIM118
+            real = torch.arange(self.chunk, device=action.device) < batch[VALID_STEPS]
+            mask = real.repeat_interleave(self.expert.num_actions, -1).to(action.dtype)
+        return action.flatten(0, -2), mask.flatten(0, -2)
+
+    def read(self, obs: Observation) -> Prefix:
+        """Return the prefix of observations, their leading dimensions made one."""
+        return self._read(obs)[1]
+
+    def _act(self, obs: Observation, deterministic: bool) -> dict[str, Tensor]:
+        shape, prefix = self._read(obs)
+        if self.likelihood is not None:
+            distribution = self._distribution(shape, prefix)
+            normalized = distribution.mode if deterministic else distribution.sample()
+            action = self.scaling.restore_action(normalized)
+            # Of the stored action, as training will see it, not of the number before rounding.
+            return {ACTION: action, SAMPLE_LOG_PROB: distribution.log_prob(self.scaling.action(action))}
+        assert self.flow is not None
+        path, log_prob = self.flow.sample(self.expert, prefix, deterministic=deterministic)
+        return {
+            ACTION: self.scaling.restore_action(path[:, -1]).reshape(*shape, -1),
+            SAMPLE_LOG_PROB: log_prob.reshape(*shape, 1),
+            DENOISING: path.reshape(*shape, *path.shape[1:]),
+        }
+
+    def _distribution(self, shape: torch.Size, prefix: Prefix) -> Distribution:
+        assert self.likelihood is not None
+        distribution: Distribution = self.likelihood(self._mean(prefix).reshape(*shape, -1))
+        return distribution
+
+    def _mean(self, prefix: Prefix) -> Tensor:
+        mean: Tensor = self.expert(prefix).squeeze(1).float()
+        return mean
+
+    def _read(self, obs: Observation) -> tuple[torch.Size, Prefix]:
+        """Return the leading dimensions of observations, and the prefix of all of them as one batch."""
+        found = leaves(obs)
+        shape = self._shape(found)
+        tokens, present = [], None
+        if self.state_tower is not None:
+            parts = [found[path].reshape(shape.numel(), -1).float() for path in self.vectors]
+            state = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+            tokens.append(self.state_tower(self.scaling.state(state)))
+        for path in self.cameras:
+            pictures = found[path]
+            tokens.append(self.vision_towers[path.replace(".", "/")](pictures.reshape(-1, *pictures.shape[-3:])))
+        if self.text_tower is not None:
+            words, present = self.text_tower(found[INSTRUCTION_KEY].reshape(shape.numel(), -1))
+            if present is not None:
+                others = present.new_ones(len(present), sum(part.shape[1] for part in tokens))
+                present = torch.cat((others, present), -1)
+            tokens.append(words)
+        return shape, self.prefix(torch.cat(tokens, 1), present)
+
+    def _shape(self, found: Mapping[str, Tensor]) -> torch.Size:
+        """Return the leading dimensions of an observation's tensors."""
+        path = (self.vectors or self.cameras)[0]
+        return found[path].shape[: found[path].ndim - self.num_dims[path]]
+
+    def _freeze(self, freeze: Sequence[str], lora_rank: int) -> None:
+        parts: dict[str, nn.Module | None] = {
+            "vision": self.vision_towers,
+            "text": self.text_tower,
+            "state": self.state_tower,
+            "prefix": self.prefix,
+            "expert": self.expert,
+        }
+        for name in freeze:
+            if name not in parts:
+                raise ConfigError(
+                    f"policy.freeze must hold names of {list(FREEZABLE)}, got '{name}'." + did_you_mean(name, FREEZABLE)
+                )
+        transformers = [*self.prefix.named_parameters(), *self.expert.layers.named_parameters()]
+        for name, parameter in transformers:
+            parameter.requires_grad_(not lora_rank or name.endswith(("lora_a", "lora_b")))
+        for name in freeze:
+            part = parts[name]
+            if part is not None:
+                part.requires_grad_(False)
+
+
+def _dimensions(
+    size: str,
+    width: int | None,
+    depth: int | None,
+    heads: int | None,
+    expert_width: int | None,
+    pool_text: bool | None,
+) -> Dimensions:
+    """Return a named size with the parts that are given changed; the expert stays half as wide as the prefix."""
+    if size not in SIZES:
+        raise ConfigError(f"policy.size must be one of {list(SIZES)}, got '{size}'." + did_you_mean(size, SIZES))
+    if width is not None and expert_width is None:
+        expert_width = width // 2
+    given = {"width": width, "depth": depth, "heads": heads, "expert_width": expert_width, "pool_text": pool_text}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return replace(SIZES[size], **changes)
+
+
+def _action_size(action_space: gym.Space[Any], chunk: int) -> int:
+    """Return the numbers of one action of a chunk."""
+    if not isinstance(action_space, gym.spaces.Box):
+        raise ConfigError(f"A vla policy needs continuous actions (a Box), got {action_space}.")
+    total = int(np.prod(action_space.shape))
+    if chunk < 1 or total % chunk:
+        raise ConfigError(f"policy.chunk must divide the {total} numbers of the action space, got {chunk}.")
+    return total // chunk

@@ -1,0 +1,32 @@
+"""What the LeRobot adapter does where LeRobot is not needed; tests/lerobot has the rest."""
+
+from __future__ import annotations
+
+import sys
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from apexrl.errors import ConfigError
+from apexrl.policies.vla import LeRobotPolicy, encode_instruction
+from apexrl.policies.vla.lerobot import instructions
+
+SPACE = gym.spaces.Dict({"state": gym.spaces.Box(-1, 1, (4,)), "instruction": gym.spaces.Box(0, 255, (96,), np.uint8)})
+
+
+def test_without_lerobot_the_message_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lerobot", None)
+    with pytest.raises(ConfigError, match=r"smolvla needs LeRobot.*make test-lerobot"):
+        LeRobotPolicy.load(SPACE, gym.spaces.Box(-1, 1, (10,)), path="nowhere")
+
+
+def test_an_unknown_kind_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'smolvla'"):
+        LeRobotPolicy.load(SPACE, gym.spaces.Box(-1, 1, (10,)), path="nowhere", kind="smolvl")
+
+
+def test_instructions_come_back_as_text() -> None:
+    texts = ["open the drawer", "öffne", ""]
+    assert instructions(torch.stack([encode_instruction(text) for text in texts])) == texts
