@@ -36,6 +36,7 @@ from apexrl.models import MLPActor
 from apexrl.policies import Policy
 from apexrl.rollout import make_actor, rollout
 from apexrl.run import make_policy
+from apexrl.sections import PolicyConfig
 from apexrl.types import OBS_KEY, OBSERVATION
 
 EPISODES, LENGTH, CHANGE, FRAME = 1024, 200, 100, 4
@@ -78,6 +79,7 @@ def plain_ppo(config: Config, seed: int, actor_class: type[nn.Module]) -> Policy
     """Train PPO with an actor that lacks the privileged group, for as many steps as both phases together."""
     torch.manual_seed(seed)
     env = make_env("payload", config.task.num_envs, device=DEVICE)
+    assert isinstance(config.policy, PolicyConfig)
     layers = {"hidden_dims": config.policy.hidden_dims, "activation": config.policy.activation}
     groups = ["policy", "command", "object"]
     policy = ActorCritic.for_env(

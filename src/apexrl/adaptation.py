@@ -21,7 +21,7 @@ from apexrl.types import OBSERVATION
 
 EPISODES, SEED, ABLATION_SEED = 256, 12345, 777
 TASK_WITH_CHANGE = "payload"
-LARGE_CHANGE = {"change": "gain", "fixed": {"gain": 1.8}, "change_to": {"gain": 0.4}}
+LARGE_CHANGE: dict[str, Any] = {"change": "gain", "fixed": {"gain": 1.8}, "change_to": {"gain": 0.4}}
 """Motors that suddenly lose most of their strength."""
 
 

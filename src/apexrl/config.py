@@ -236,8 +236,9 @@ def _section(name: str, values: dict[str, Any], problems: list[str]) -> Any:
     checked: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known:
+            which = f" {CHOICES[section]}" if section in CHOICES else ""
             problems.append(
-                f"Unknown field '{name}.{key}'; fields are {', '.join(known)}.{did_you_mean(str(key), known)}"
+                f"Unknown field '{name}.{key}'; fields{which} are {', '.join(known)}.{did_you_mean(str(key), known)}"
             )
         elif known[key].startswith(("int", "float")):
             checked[key] = number = _number(value)

@@ -9,7 +9,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -303,10 +303,28 @@ def make_policy(
     algo = algo or PPOConfig()
     algorithm = ALGORITHMS[algo.name][0]
     if isinstance(cfg, VLAConfig):
-        options = {entry.name: getattr(cfg, entry.name) for entry in fields(cfg) if entry.name != "kind"}
-        return algorithm.policies["vla"].for_env(env, chunk=getattr(env, "chunk", 1), **options).to(device)
+        options = {**_vla_options(cfg), "chunk": getattr(env, "chunk", 1)}
+        return algorithm.policies[cfg.kind].for_env(env, **options).to(device)
     policy = algorithm.policies[cfg.kind].for_env(env, **_policy_options(cfg, algorithm.critic_options(algo)))
     return policy.to(device)
+
+
+def _vla_options(cfg: VLAConfig) -> dict[str, Any]:
+    return {
+        "size": cfg.size,
+        "width": cfg.width,
+        "depth": cfg.depth,
+        "heads": cfg.heads,
+        "head": cfg.head,
+        "distribution": cfg.distribution,
+        "init_std": cfg.init_std,
+        "learn_std": cfg.learn_std,
+        "denoising_steps": cfg.denoising_steps,
+        "noise_level": cfg.noise_level,
+        "guidance": cfg.guidance,
+        "lora_rank": cfg.lora_rank,
+        "freeze": cfg.freeze,
+    }
 
 
 def _policy_options(cfg: PolicyConfig, critic_options: Mapping[str, Any]) -> dict[str, Any]:

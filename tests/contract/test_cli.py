@@ -22,6 +22,7 @@ import yaml
 from PIL import Image
 
 from apexrl.agent import checkpoint
+from apexrl.algorithms import PPOConfig
 from apexrl.cli import main
 from apexrl.config import load_config, preset_names
 from apexrl.envs.tasks import TASKS
@@ -186,6 +187,7 @@ def test_a_file_is_taken_by_config_path(tmp_path: Path) -> None:
     arguments = ["--config_path", str(tmp_path / "mine.yaml"), *TINY, "--task.num_envs", "2", *NO_EXTRAS]
     assert main(["train", *arguments, "--training.eval_interval", "0", "--run-dir", str(tmp_path / "run")]) == 0
     config = load_config(str(tmp_path / "run" / "config.yaml"))
+    assert isinstance(config.algo, PPOConfig)
     assert (config.task.id, config.task.num_envs, config.algo.num_steps) == ("pendulum", 2, 8)
 
 

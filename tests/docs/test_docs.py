@@ -17,7 +17,7 @@ import torch
 
 from apexrl import cli, config, envs, plots, run
 from apexrl.algorithms import ALGORITHMS
-from apexrl.config import SECTIONS, field_help
+from apexrl.config import CHOICES, SECTIONS, field_help
 from apexrl.errors import ApexRLError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,7 +209,7 @@ def field_table() -> str:
     lines = ["| field | default | meaning |", "|---|---|---|"]
     for section, cls in ((section, cls) for section, classes in SECTIONS.items() for cls in classes):
         texts, defaults = field_help(cls), cls()
-        which = f" ({defaults.name})" if len(SECTIONS[section]) > 1 else ""
+        which = f" ({CHOICES[cls].partition('--')[2]})" if len(SECTIONS[section]) > 1 else ""
         for entry in fields(cls):
             value = getattr(defaults, entry.name)
             shown = "null" if value is None else str(list(value) if isinstance(value, tuple) else value)

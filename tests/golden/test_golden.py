@@ -37,7 +37,8 @@ def trace(preset: str, run_dir: Path) -> list[dict[str, float]]:
     trainer = make_trainer(config, run_dir)
     records: list[dict[str, float]] = []
     trainer.add_callback("post_iteration", lambda _, stats: records.append({key: stats[key] for key in KEYS}))
-    trainer.learn((3 + config.policy.normalize_obs) * config.algo.num_steps * config.task.num_envs)
+    rollouts = 3 + trainer.policy.has_new_normalizer  # a new normaliser sees one before anything is learned
+    trainer.learn(rollouts * trainer.algorithm.num_steps * config.task.num_envs)
     trainer.close()
     torch.set_num_threads(threads)
     return records

@@ -31,6 +31,7 @@ from apexrl.config import (
 )
 from apexrl.errors import ConfigError
 from apexrl.run import _write_config
+from apexrl.sections import PolicyConfig, TaskConfig
 
 PRESETS = ["cartpole_ppo", "halfcheetah_ppo", "lift_ppo", "pendulum_ppo"]
 SOURCES = sorted(Path(apexrl.__file__).parent.rglob("*.py"))
@@ -81,7 +82,7 @@ def test_an_empty_file_and_an_empty_section_mean_the_defaults(tmp_path: Path) ->
     (tmp_path / "empty.yaml").write_text("")
     (tmp_path / "section.yaml").write_text("algo:\n")
     assert load_config(str(tmp_path / "empty.yaml")) == Config()
-    assert load_config(str(tmp_path / "section.yaml"), [("algo.gamma", "0.9")]).algo.gamma == 0.9
+    assert load_config(str(tmp_path / "section.yaml"), [("algo.gamma", "0.9")]).algo == PPOConfig(gamma=0.9)
 
 
 def test_overrides_replace_what_the_preset_says_and_leave_the_rest() -> None:
@@ -97,11 +98,13 @@ def test_overrides_replace_what_the_preset_says_and_leave_the_rest() -> None:
     config = load_config("cartpole_ppo", overrides)
     assert config.task.id == "Acrobot-v1"
     assert config.task.num_envs == 8
+    assert isinstance(config.policy, PolicyConfig)
     assert config.policy.hidden_dims == (32, 16)
     assert isinstance(config.algo, PPOConfig)
     assert config.algo.target_kl is None
     assert config.training.device == "cuda:1"
     assert config.features.save_video is False
+    assert isinstance(config.task, TaskConfig)
     assert config.task.kwargs == {"render_mode": "rgb_array", "limits": {"low": -2}}
 
 
@@ -348,7 +351,7 @@ def test_the_help_shows_every_field_with_its_sentence(capsys: pytest.CaptureFixt
 def test_configurations_cannot_be_changed_in_place() -> None:
     config = Config()
     with pytest.raises(AttributeError):
-        config.algo.gamma = 0.5  # type: ignore[misc]
+        config.algo.learning_rate = 0.5  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

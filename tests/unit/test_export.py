@@ -24,11 +24,12 @@ from torch import Tensor
 
 from apexrl import export, export_card, run
 from apexrl.cli import main
-from apexrl.config import TaskConfig, load_config
+from apexrl.config import load_config
 from apexrl.envs import make_env
 from apexrl.models.encoder import leaves
 from apexrl.policies import ActorCritic
 from apexrl.rollout import initial_state, make_actor, rollout
+from apexrl.sections import TaskConfig
 from apexrl.types import Carry
 
 FEW = {

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from apexrl import PPOROA, AsyncCollector, Config, PPOROAConfig, ROAPolicy, SyncCollector, Trainer, make_env
 from apexrl.agent import TrainingConfig
-from apexrl.config import PolicyConfig, TaskConfig
 from apexrl.errors import ConfigError, DivergenceError
 from apexrl.graphs import Acceleration
 from apexrl.policies import Policy
+from apexrl.sections import PolicyConfig, TaskConfig
 
 NUM_ENVS, NUM_STEPS = 8, 8
 MODULES = ("encoder_priv", "actor", "actor_adapt", "adapt_module", "adapt_ema", "critic")

@@ -318,7 +318,8 @@ def test_restart_draws_in_another_order() -> None:
 def test_keep_limits_the_batch() -> None:
     made, _ = generator(SOMETIMES, keep={"observation", "action"})
     assert set(made.collect(0).keys()) == {
-        "observation", "action", "reward", "terminated", "truncated", "done", "metric", "valid", "group", "sampled_success"
+        "observation", "action", "reward", "terminated", "truncated", "done", "metric", "valid", "group",
+        "sampled_success",
     }  # fmt: skip
 
 
