@@ -62,6 +62,8 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     started, place = time.perf_counter(), Path(directory) / f"{head}-{demos}"
+    for part in ("bc", "rloo"):
+        (place / part).mkdir(parents=True)
     base = settings(head, options["workers"], options["seed"], options["overrides"])
     name = f"{demos:2} demos, {head:10}"
     bc = make_trainer(
