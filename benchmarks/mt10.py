@@ -16,6 +16,7 @@ import multiprocessing
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,10 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
         curve.append(point)
 
     rloo.add_callback("post_iteration", note)
-    rloo.learn()
+    wanted = rloo.cfg.num_train_steps
+    while rloo.iteration < wanted and time.perf_counter() - started < options["seconds"]:
+        rloo.cfg = replace(rloo.cfg, num_train_steps=rloo.iteration + 1)
+        rloo.learn()
     end = held_out(rloo, options["envs"])
     rloo.close()
     seconds = time.perf_counter() - started
@@ -165,6 +169,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4, help="simulating processes of each run")
     parser.add_argument("--envs", type=int, default=40, help="held-out episodes side by side")
     parser.add_argument("--every", type=int, default=10, help="iterations between held-out evaluations")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no iteration begins later than this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of rloo")
     parser.add_argument("--set-bc", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of bc")
@@ -184,6 +189,7 @@ def main() -> None:
         "workers": options.workers,
         "envs": options.envs,
         "every": options.every,
+        "seconds": options.seconds,
         "seed": options.seed,
         "overrides": dict(pairs["both"]),
         "bc": [("algo.num_updates", str(options.updates)), *pairs["bc"]],
