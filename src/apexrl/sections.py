@@ -55,8 +55,8 @@ class SuiteConfig:
     num_workers: int | None = None
     """Processes that simulate; null for one a core, or one an episode where cameras draw; 0 simulates here."""
     max_cached_envs: int | None = None
-    """Simulators that are kept, in all processes together; the least recently used one is closed beyond that. null for
-    64, or 4 where cameras draw; at least one for each episode that runs."""
+    """Simulators that a process keeps, one a task; the least recently used one is closed beyond that. null for 64. Where
+    cameras draw, of all processes together, at least one for each episode that runs; null for 4."""
     max_episode_length: int | None = None
     """Control steps of an episode; null for the suite's own."""
     chunk: int = 5

@@ -45,7 +45,7 @@ def make_suite_env(task: SuiteConfig, device: torch.device | str, num_envs: int 
         count,
         chunk=task.chunk,
         num_workers=None if task.num_workers is None else min(task.num_workers, count),
-        max_cached_envs=None if task.max_cached_envs is None else max(task.max_cached_envs, count),
+        max_cached_envs=task.max_cached_envs,
         split="val" if num_envs else "train",
         max_steps=task.max_episode_length,
         device=device,
@@ -95,6 +95,7 @@ def _begin_statistics(generator: RolloutGenerator, run_dir: Path) -> None:
         generator.stats.load_state_dict(json.loads(first.read_text(encoding="utf-8")))
     else:
         write_json(first, generator.stats.state_dict())
+        generator.stats.write()  # a place that cannot be written is better found before the first batch than after it
 
 
 def suite_training(training: TrainingConfig, log_freq: int, algo: Any) -> TrainingConfig:

@@ -295,13 +295,14 @@ class RolloutGenerator(BaseCollector):
         skips = self.enable_dynamic_sampling and self.stats is not None
         chosen: list[_Draw] = []
         mastered: list[_Draw] = []
-        for _ in range(max(count, len(self.init_state_dataset)) if skips else count):
+        num_drawn = 0
+        # The length of the data set needs the states of every task, so it is asked for only where some are mastered.
+        while len(chosen) < count and (num_drawn < count or num_drawn < len(self.init_state_dataset)):
+            num_drawn += 1
             sample = next(self._samples)
             draw = _Draw(int(sample["task_id"]), sample["init_state"], hash_init_state(sample["init_state"]))
             is_mastered = skips and self._is_mastered(draw)
             (mastered if is_mastered else chosen).append(draw)
-            if len(chosen) == count:
-                break
         self._skip(mastered)
         if must and not chosen:
             chosen = mastered[:count]

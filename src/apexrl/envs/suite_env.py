@@ -67,8 +67,8 @@ class SuiteVecEnv(VecEnv):
         chunk: control steps in an action.
         num_workers: processes that share the environments; 0 runs them in this one, None takes one a core. A suite
             that renders has a process for every simulator instead.
-        max_cached_envs: simulators kept alive, in all processes together (at least one for every environment). None:
-            64, or 4 when the suite renders, where each takes up to 2.3 GB.
+        max_cached_envs: simulators that a process keeps alive, one a task; None for 64. When the suite renders, of all
+            processes together, at least one for every environment; None for 4, as each takes up to 2.3 GB.
         split: where episodes come from that are not assigned.
         max_steps: control steps after which an episode is truncated; None takes the suite's horizon.
         device: where the tensors are wanted; the simulators run on the CPU.

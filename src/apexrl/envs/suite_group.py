@@ -29,40 +29,43 @@ States: TypeAlias = Sequence[NDArray[np.float64]]
 
 
 class SimulatorCache:
-    """The simulators of one process: one for each slot, and those kept for the next episode of their task.
+    """The simulators of one process, one for each task, which the slots share.
+
+    A slot that runs finds its task's simulator as it left it, or has its state put back into it: to restore a state is
+    far cheaper than to make a simulator for every slot and task.
 
     Args:
         suite: makes them.
-        capacity: how many may be alive; the one that was freed longest ago is closed before another is made.
+        capacity: how many may be alive; the one that was used longest ago is closed before another is made.
     """
 
     def __init__(self, suite: TaskSuite, capacity: int) -> None:
         self.suite, self.capacity = suite, capacity
-        self.used: dict[int, tuple[int, Simulator]] = {}
-        """Slot -> task and simulator."""
-        self.free: list[tuple[int, Simulator]] = []
-        """Oldest first."""
+        self.simulators: dict[int, Simulator] = {}
+        """Task -> simulator; the one used longest ago comes first."""
+        self.holder: dict[int, int] = {}
+        """Task -> slot whose episode is in its simulator."""
+        self.task_of: dict[int, int] = {}
+        """Slot -> task."""
+        self.saved: dict[int, NDArray[np.float64]] = {}
+        """Slot -> its state, while it is not in a simulator."""
+        self.made, self.seconds = 0, 0.0
 
     def begin(
         self, slots: Sequence[int], tasks: Sequence[int], states: States, idle: Sequence[int] = ()
     ) -> tuple[dict[str, Any], int, float]:
-        """Start an episode in each of the slots; those that idle give their simulators away.
+        """Start an episode in each of the slots; those of the slots that idle are over.
 
         Returns:
             The stacked observations, the number of simulators made for it, and the seconds that took.
         """
-        self.free += [self.used.pop(slot) for slot in (*idle, *slots) if slot in self.used]
-        # Those that find a simulator come first: what they need must not be closed for the others.
-        missing = [(slot, task) for slot, task in zip(slots, tasks, strict=True) if not self._reuse(slot, task)]
-        start = time.perf_counter()
-        for slot, task in missing:
-            while self.free and len(self.free) + len(self.used) >= self.capacity:
-                self.free.pop(0)[1].close()
-            self.used[slot] = (task, self.suite.make_simulator(task))
-        seconds = time.perf_counter() - start if missing else 0.0
-        for slot, state in zip(slots, states, strict=True):
-            self.used[slot][1].restore(state)
-        return self._observe(slots), len(missing), seconds
+        self.made, self.seconds = 0, 0.0
+        for slot in (*idle, *slots):
+            self._forget(slot)
+        for slot, task, state in zip(slots, tasks, states, strict=True):
+            self.task_of[slot], self.saved[slot] = task, state
+        seen = [self._enter(slot).observe() for slot in slots]
+        return self._stacked(seen), self.made, self.seconds
 
     def advance(
         self, slots: Sequence[int], actions: NDArray[np.float32], limits: Sequence[int]
@@ -72,35 +75,59 @@ class SimulatorCache:
         Returns:
             The stacked observations after the last control step, whether the task is solved, and the steps taken.
         """
-        solved, taken = [False] * len(slots), [0] * len(slots)
+        solved, taken, seen = [False] * len(slots), [0] * len(slots), []
         for k, slot in enumerate(slots):
-            step = self.used[slot][1].advance
+            simulator = self._enter(slot)
             for action in actions[k, : limits[k]]:
                 taken[k] += 1
-                if step(action):
+                if simulator.advance(action):
                     solved[k] = True
                     break
-        return self._observe(slots), solved, taken
+            seen.append(simulator.observe())
+        return self._stacked(seen), solved, taken
 
     def picture(self, slot: int) -> NDArray[np.uint8]:
         """Draw the scene of a slot."""
-        return self.used[slot][1].picture()
+        return self._enter(slot).picture()
 
     def close(self) -> None:
         """Close every simulator."""
-        for _, simulator in [*self.used.values(), *self.free]:
+        for simulator in self.simulators.values():
             simulator.close()
-        self.used, self.free = {}, []
+        self.simulators, self.holder, self.task_of, self.saved = {}, {}, {}, {}
 
-    def _reuse(self, slot: int, task: int) -> bool:
-        for k in reversed(range(len(self.free))):
-            if self.free[k][0] == task:
-                self.used[slot] = self.free.pop(k)
-                return True
-        return False
+    def _enter(self, slot: int) -> Simulator:
+        """Return the simulator of a slot's task, with the slot's episode in it."""
+        task = self.task_of[slot]
+        simulator = self.simulators.pop(task, None) or self._make(task)
+        self.simulators[task] = simulator  # the newest again
+        holder = self.holder.get(task)
+        if holder != slot:
+            if holder is not None:
+                self.saved[holder] = simulator.state()
+            simulator.restore(self.saved.pop(slot))
+            self.holder[task] = slot
+        return simulator
 
-    def _observe(self, slots: Sequence[int]) -> dict[str, Any]:
-        seen = [self.used[slot][1].observe() for slot in slots]
+    def _make(self, task: int) -> Simulator:
+        while len(self.simulators) >= self.capacity:
+            oldest = next(iter(self.simulators))
+            if (holder := self.holder.pop(oldest, None)) is not None:
+                self.saved[holder] = self.simulators[oldest].state()
+            self.simulators.pop(oldest).close()
+        start = time.perf_counter()
+        simulator = self.suite.make_simulator(task)
+        self.made += 1
+        self.seconds += time.perf_counter() - start
+        return simulator
+
+    def _forget(self, slot: int) -> None:
+        task = self.task_of.pop(slot, None)
+        self.saved.pop(slot, None)
+        if task is not None and self.holder.get(task) == slot:
+            del self.holder[task]
+
+    def _stacked(self, seen: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {group: np.stack([obs[group] for obs in seen]) for group in self.suite.observation_space}
 
 

@@ -174,7 +174,8 @@ class SuiteWorkers:
             and a slot moves to a process that has the task it needs.
         num_slots: episodes that run at the same time.
         num_workers: processes; 0 runs everything in this one. Not read when the suite renders.
-        capacity: simulators alive in all workers together; each worker has one for every slot at least.
+        capacity: simulators alive in each worker; when the suite renders, in all of them together, and one for every
+            slot at least.
         step_timeout: seconds after which a worker that has not answered ``advance`` is replaced.
     """
 
@@ -184,8 +185,8 @@ class SuiteWorkers:
         local = num_workers == 0 and not self.private
         num_workers = 1 if local else num_slots if self.private else min(max(num_workers, 1), num_slots)
         self.created, self.seconds_creating, self.replaced = 0, 0.0, 0
-        self.capacity = max(capacity, num_slots)
-        self.share = 1 if self.private else max(self.capacity // num_workers, -(-num_slots // num_workers))
+        self.capacity = max(capacity, num_slots) if self.private else capacity
+        self.share = 1 if self.private else capacity
         self.worker_of = [slot % num_workers for slot in range(num_slots)]
         """Neighbours lie in different workers, so that few episodes still use all of them. -1: none, while it idles."""
         self.workers: list[Worker] = []

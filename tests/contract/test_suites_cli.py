@@ -1,0 +1,433 @@
+"""The command line on task suites: what its commands produce, what they say when something is wrong, kills and resumes.
+
+The runs that are killed are forked as in ``test_resume.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import imageio.v3 as iio
+import pytest
+import torch
+from PIL import Image
+from tests.contract.test_resume import Kill, command
+from tests.suite_session import RLOO, SMALL, TASKS, entries, imitate, options, train
+
+from apexrl.agent import checkpoint
+from apexrl.cli import main
+from apexrl.envs.suites.base import Split
+from apexrl.envs.suites.metaworld import MetaWorldSuite
+from apexrl.loggers import read_json_lines
+
+CLOCK = ("time/", "collect/seconds", "collect/control_steps_per_second", "collect/envs_")
+"""Names of numbers that depend on the clock, or on which simulators a process has already made."""
+KILLED = {
+    **RLOO,
+    "task.task_names_to_use": f"[{TASKS[0]}]",
+    "training.num_train_steps": "5",
+    "training.save_interval": "2",
+    "training.final_eval_episodes": "2",
+    "logging.log_freq": "2",
+    "features.save_video": "false",
+}
+UPDATE, STATS = "apexrl.algorithms.rloo:RLOO.update", "apexrl.collectors.init_states:RolloutStats.write"
+
+
+@pytest.fixture(scope="module")
+def bc(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of imitation, with its demonstrations and its file beside it. Not to be changed."""
+    return imitate(tmp_path_factory.mktemp("suites_cli"))
+
+
+@pytest.fixture(scope="module")
+def rloo(bc: Path) -> Path:
+    """A finished run of RLOO from there. Not to be changed."""
+    values = {**RLOO, "training.init_from": str(bc), "logging.log_freq": "1", "training.final_eval_episodes": "4"}
+    assert train("stage11_ript_vla", bc.parent / "rloo", {**values, "features.save_plot": "true"}) == 0
+    return bc.parent / "rloo"
+
+
+@pytest.fixture(scope="module")
+def whole(bc: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run: checkpoints at 2, 4 and 5, evaluations at 2, 4 and at the end."""
+    run_dir = tmp_path_factory.mktemp("suites_killed") / "whole"
+    assert start(run_dir, bc) == 0
+    return run_dir
+
+
+def start(run_dir: Path, bc: Path, kill: Kill | None = None, **more: str) -> int:
+    values = {**KILLED, "training.init_from": str(bc), **{k.replace("__", "."): v for k, v in more.items()}}
+    arguments = ["train", "stage11_ript_vla", "--run-dir", str(run_dir), *options(values)]
+    return command(arguments, run_dir.parent, kill)
+
+
+def resume(run_dir: Path, kill: Kill | None = None) -> int:
+    return command(["train", "--resume", str(run_dir)], run_dir.parent, kill)
+
+
+def numbers(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    lines = read_json_lines(run_dir / name)
+    return [{key: value for key, value in line.items() if not key.startswith(CLOCK)} for line in lines]
+
+
+def assert_same_run(resumed: Path, whole: Path) -> None:
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        assert numbers(resumed, name) == numbers(whole, name), name
+    for name in ("metrics.json", "rollout_stats.json"):
+        assert entries(resumed / name) == entries(whole / name), name
+    ours, theirs = (checkpoint.load(checkpoint.latest(run / "checkpoints")) for run in (resumed, whole))
+    assert ours["iteration"] == theirs["iteration"]
+    for name, weights in theirs["policy"].items():
+        assert torch.equal(ours["policy"][name], weights), name
+
+
+# What the commands produce
+
+
+def test_demos_records_files_in_the_layout_of_libero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["demos", f"metaworld:{TASKS[0]}", "--per-task", "2", "--num-workers", "1"]
+    assert main([*arguments, "--output", str(tmp_path / "demos")]) == 0
+    assert "2 demonstrations" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "demos").iterdir()] == [f"{TASKS[0]}_demo.hdf5"]
+    with h5py.File(tmp_path / "demos" / f"{TASKS[0]}_demo.hdf5") as file:
+        assert list(file["data"]) == ["demo_0", "demo_1"]
+        for demo in file["data"].values():
+            steps = demo.attrs["num_samples"]
+            assert demo["actions"].shape == (steps, 4)
+            assert demo["obs/state"].shape == (steps, 39)
+            assert [demo[name][-1] for name in ("rewards", "dones")] == [1, 1]
+
+
+def test_a_run_directory_holds_everything(rloo: Path) -> None:
+    names = {path.name for path in rloo.iterdir()}
+    assert {
+        "config.yaml", "metrics.jsonl", "evaluations.jsonl", "checkpoints", "curve.png", "tasks.png", "metrics.json",
+        "final_training_results.json", "rollout_stats.json",
+    } <= names  # fmt: skip
+    assert not [path for path in rloo.rglob("*") if ".part" in path.name]
+    with Image.open(rloo / "tasks.png") as picture:
+        picture.load()
+        assert picture.width > 300
+    final = entries(rloo / "final_training_results.json")
+    lines = read_json_lines(rloo / "metrics.jsonl")
+    assert final["training_metrics"] == lines
+    assert final["total_steps"] == len(lines) == 2
+    assert (
+        final["environment_steps"] == lines[-1]["total_steps"] == sum(line["collect/control_steps"] for line in lines)
+    )
+    assert final["evaluations"] == entries(rloo / "metrics.json")
+    assert all("eval/return" in line for line in lines)
+
+
+def test_eval_gives_what_the_end_of_training_gave(
+    rloo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(rloo), "--episodes", "4", "--csv", str(tmp_path / "csv")]) == 0
+    said = capsys.readouterr().out
+    last = entries(rloo / "metrics.json")[-1]
+    assert f"success {100 * last['overall_success_rate']:.1f} %" in said
+    for name, task in last["per_task"].items():
+        line = next(line for line in said.splitlines() if line.split()[0] == name)
+        assert f"{100 * task['success_rate']:.1f} %" in line
+        assert "over 2 episodes" in line
+    assert len(list((tmp_path / "csv").rglob("rewards.csv"))) == 2  # training.eval_num_envs
+
+
+def test_eval_does_not_run_on_states_that_the_policy_was_trained_from(
+    rloo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[str] = set()
+    original = MetaWorldSuite.init_states
+
+    def init_states(self: MetaWorldSuite, task_id: int, split: Split = "train") -> Any:
+        asked.add(split)
+        return original(self, task_id, split)
+
+    monkeypatch.setattr(MetaWorldSuite, "init_states", init_states)
+    assert main(["eval", str(rloo), "--episodes", "2"]) == 0
+    assert asked == {"val"}
+
+
+def test_play_and_plot(rloo: Path, tmp_path: Path) -> None:
+    assert main(["play", str(rloo), "--episodes", "1", "--output", str(tmp_path / "video.mp4")]) == 0
+    frames = iio.imread(tmp_path / "video.mp4")
+    assert 1 <= len(frames) <= 45 // 5
+    assert frames.std() > 1
+    assert main(["plot", str(rloo), str(rloo.parent / "bc"), "--output", str(tmp_path / "curve.png")]) == 0
+    with Image.open(tmp_path / "curve.png") as picture:
+        picture.load()
+
+
+def test_list_names_suites_and_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    said = capsys.readouterr().out
+    for name in (
+        "mt10",
+        "libero_10",
+        "metaworld:TASK",
+        "stage11_ript_vla",
+        "stage12_libero10",
+        "mt10_bc",
+        "rloo",
+        "bc",
+    ):
+        assert name in said
+
+
+def test_bc_uses_all_of_its_updates_and_is_evaluated_when_asked(bc: Path, tmp_path: Path) -> None:
+    assert entries(bc / "final_training_results.json")["total_steps"] == 200
+    values = {**SMALL, "algo.num_updates": "6", "logging.log_freq": "3", "logging.log_interval": "1"}
+    assert train(str(bc.parent / "bc.yaml"), tmp_path / "run", values) == 0
+    assert [entry["step"] for entry in entries(tmp_path / "run" / "metrics.json")] == [3, 6]
+    assert [line["iteration"] for line in read_json_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+# What is wrong
+
+
+RUN = [
+    "train", "stage11_ript_vla", "--task.benchmark_name", f"metaworld:{TASKS[0]}", "--task.num_workers", "0",
+    "--task.num_parallel_envs", "4", "--training.device", "cpu",
+]  # fmt: skip
+IMITATE = ["train", "BC", "--task.benchmark_name", f"metaworld:{TASKS[0]}", "--task.num_workers", "0"]
+OF_TASK = "task: {id: lift}\nalgo: {name: rloo}\n"
+OF_SUITE = "task: {benchmark_name: mt10}\nalgo: {name: ppo}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ([*RUN, "--task.benchmark_name", "mt11"], ["task.benchmark_name", "mt11", "mt10"]),
+        ([*RUN, "--task.benchmark_name", "metaworld:reach"], ["task.benchmark_name", "metaworld:reach-v3"]),
+        ([*RUN, "--task.task_names_to_use", "[handle]"], ["task.task_names_to_use", "'handle'", TASKS[0]]),
+        ([*RUN, "--task.task_names_to_use", "reach-v3"], ["task.task_names_to_use", "list", "reach-v3"]),
+        ([*RUN, "--task.cameras", "[corner9]"], ["cameras", "corner9", "corner2"]),
+        ([*RUN, "--task.cameras", "{a: 1}"], ["task.cameras", "list"]),
+        ([*RUN, "--policy.kind", "gru"], ["policy.kind", "'vla', 'mlp'", "rloo", "gru"]),
+        ([*RUN, "--policy.actor_groups", "[picture]"], ["actor_groups", "picture", "state"]),
+        ([*RUN, "--algo.rloo_batch_size", "1"], ["algo.rloo_batch_size", "at least 2", "got 1"]),
+        ([*RUN, "--algo.rloo_batch_size", "many"], ["algo.rloo_batch_size", "integer", "many"]),
+        ([*RUN, "--algo.loss", "weighted_flow"], ["algo.loss", "weighted_flow", "policy.head flow"]),
+        ([*RUN, "--algo.num_grups", "3"], ["--algo.num_grups", "algo.num_groups"]),
+        ([*RUN, "--task.num_envs", "3"], ["task.num_envs", "num_parallel_envs"]),
+        ([*RUN, "--task.num_parallel_envs", "0"], ["task.num_parallel_envs", "at least 1", "got 0"]),
+        ([*RUN, "--task.num_workers", "9"], ["task.num_workers", "task.num_parallel_envs (4)", "got 9"]),
+        ([*RUN, "--task.max_episode_length", "short"], ["task.max_episode_length", "integer", "short"]),
+        ([*RUN, "--task.chunk", "0"], ["task.chunk", "at least 1", "got 0"]),
+        ([*RUN, "--training.init_from", "nowhere"], ["training.init_from", "no checkpoint", "nowhere"]),
+        ([*RUN, "--algo.rollout_stats_path", "BAD/rollout_stats.json"], ["algo.rollout_stats_path", "another file"]),
+        ([*RUN, "--algo.rollout_stats_path", "BAD/rollout_stats.json/deeper"], ["algo.rollout_stats_path", "written"]),
+        ([*RUN, "--task.id", "lift"], ["task.id", "benchmark_name"]),
+        (["train", "OF_TASK"], ["algo.name 'rloo'", "task.benchmark_name", "'lift'"]),
+        (["train", "OF_SUITE"], ["algo.name 'ppo'", "task.id", "'mt10'"]),
+        (["train", "mt10_bc", "--task.num_workers", "0"], ["algo.name bc", "task.demos", "apexrl demos"]),
+        ([*IMITATE, "--task.demos", "nowhere"], ["task.demos", "nowhere", "record"]),
+        ([*IMITATE, "--task.demos", "BAD"], ["task.demos", f"{TASKS[0]}_demo.hdf5", "HDF5"]),
+        ([*IMITATE, "--task.demos", "DEMOS", "--task.privileged", "false"], ["task.demos", "state", ", 4]", ", 39]"]),
+        ([*IMITATE, "--task.benchmark_name", "metaworld:reach-v3"], ["task.demos", "no demonstrations", "reach-v3"]),
+        (["demos", "mt11"], ["mt11", "mt10"]),
+        (["demos", "mt10", "--tasks", "reach"], ["'reach'", "reach-v3"]),
+        (["demos", "mt10", "--cameras", "nose"], ["cameras", "nose", "corner2"]),
+        (["demos", "mt10", "--per-task", "0"], ["--per-task", "'0'"]),
+        (["eval", "nowhere"], ["no checkpoint", "nowhere"]),
+        (["play", "RUN", "--output", "video.txt"], ["--output", "video.txt", ".mp4"]),
+        (["plot", "nowhere"], ["nowhere"]),
+        (["train", "--resume", "RUN", "--task.chunk", "4"], ["--task.chunk 4", "cannot change"]),
+        (["train", "--resume", "RUN", "--algo.num_groups", "4"], ["--algo.num_groups 4", "cannot change"]),
+    ],
+)
+def test_one_message_says_what_is_wrong_and_nothing_is_left_behind(
+    words: list[str],
+    parts: list[str],
+    bc: Path,
+    rloo: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / f"{TASKS[0]}_demo.hdf5").write_text("no HDF5")
+    (tmp_path / "bad" / "rollout_stats.json").write_text("[1, 2")
+    (tmp_path / "of_task.yaml").write_text(OF_TASK)
+    (tmp_path / "of_suite.yaml").write_text(OF_SUITE)
+    places = {"BC": bc.parent / "bc.yaml", "DEMOS": bc.parent / "demos", "RUN": rloo, "BAD": tmp_path / "bad"}
+    places |= {"OF_TASK": tmp_path / "of_task.yaml", "OF_SUITE": tmp_path / "of_suite.yaml"}
+    before = {path: path.read_bytes() for folder in (tmp_path, rloo) for path in folder.rglob("*") if path.is_file()}
+    named = [str(places.get(word, word)).replace("BAD/", f"{places['BAD']}/") for word in words]
+    assert main(named) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("apexrl: ")
+    assert "Traceback" not in err
+    assert err.count("\n") == 1
+    for part in parts:
+        assert part in err
+    assert "Training" not in out
+    after = {path: path.read_bytes() for folder in (tmp_path, rloo) for path in folder.rglob("*") if path.is_file()}
+    assert after == before
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_damaged_demonstration_is_named(bc: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(spoil: Callable[[h5py.File], None]) -> str:
+        demos = Path(shutil.copytree(bc.parent / "demos", tmp_path / "demos", dirs_exist_ok=True))
+        with h5py.File(demos / f"{TASKS[1]}_demo.hdf5", "a") as file:
+            spoil(file)
+        assert train(str(bc.parent / "bc.yaml"), tmp_path / "run", SMALL, task__demos=str(demos)) == 2
+        assert not (tmp_path / "run").exists()
+        return capsys.readouterr().err
+
+    def without_actions(file: h5py.File) -> None:
+        del file["data/demo_1/actions"]
+
+    def not_finite(file: h5py.File) -> None:
+        file["data/demo_0/actions"][0] = float("nan")
+
+    def without_demos(file: h5py.File) -> None:
+        del file["data"]
+
+    for spoil, part in (
+        (without_actions, "/data/demo_1/actions"),
+        (not_finite, "not finite"),
+        (without_demos, "demo_0"),
+    ):
+        said = refused(spoil)
+        assert f"{TASKS[1]}_demo.hdf5" in said
+        assert part in said
+        assert said.startswith("apexrl: task.demos")
+
+
+# Kills and resumes
+
+
+def test_the_whole_run_is_what_the_other_tests_take_it_for(whole: Path) -> None:
+    assert [line["iteration"] for line in numbers(whole)] == [1, 2, 3, 4, 5]
+    assert [entry["step"] for entry in entries(whole / "metrics.json")] == [2, 4, 5]
+    assert any(0 < line["train/success"] < 1 for line in numbers(whole))
+    assert any("train/policy_loss" in line for line in numbers(whole)), "no batch had a gradient"
+
+
+def test_a_run_that_is_killed_writes_what_a_whole_one_does(bc: Path, whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "killed"
+    # In the first iteration, whose outcomes the statistics already hold, and after the next one's evaluation.
+    assert start(run_dir, bc, Kill(UPDATE, 1, "before")) == -signal.SIGKILL
+    assert sum(len(entry["outcomes"]) for entry in entries(run_dir / "rollout_stats.json").values()) > 0
+    assert resume(run_dir, Kill("apexrl.agent.trainer:append_json_line", 1)) == -signal.SIGKILL
+    assert resume(run_dir, Kill("apexrl.agent.checkpoint:save", 1)) == -signal.SIGKILL
+    # Between two checkpoints, with statistics of two batches that are run again.
+    assert resume(run_dir, Kill(UPDATE, 2, "before")) == -signal.SIGKILL
+    outcomes = sum(len(entry["outcomes"]) for entry in entries(run_dir / "rollout_stats.json").values())
+    saved = checkpoint.load(checkpoint.latest(run_dir / "checkpoints"))
+    kept = saved["collector"]["rollout_stats"]
+    assert saved["iteration"] == 2
+    assert outcomes > sum(len(entry["outcomes"]) for entry in kept.values())
+    assert resume(run_dir, Kill(STATS, 1)) == -signal.SIGKILL
+    # What was written after the checkpoint is gone, and the batch behind it stands once.
+    again = entries(run_dir / "rollout_stats.json")
+    assert sum(len(entry["outcomes"]) for entry in again.values()) < outcomes
+    assert resume(run_dir) == 0
+    assert_same_run(run_dir, whole)
+
+
+def test_statistics_of_another_place_come_back_too(bc: Path, tmp_path: Path) -> None:
+    found = []
+    for name, kills in (("whole", []), ("killed", [Kill(UPDATE, 1, "before"), Kill(UPDATE, 1)])):
+        path = tmp_path / f"{name}.json"
+        # What an earlier run knew of a state.
+        path.write_text('{"%s": {"task": "other", "outcomes": [1, 0], "skips": 0}}' % ("0" * 64))
+        more = {"algo__rollout_stats_path": str(path), "training__num_train_steps": "1", "logging__log_freq": "0"}
+        more["training__final_eval_episodes"] = "0"
+        first = kills[0] if kills else None
+        assert start(tmp_path / name, bc, first, **more) == (-signal.SIGKILL if kills else 0)
+        for kill in kills[1:]:
+            assert resume(tmp_path / name, kill) == -signal.SIGKILL
+        if kills:
+            assert resume(tmp_path / name) == 0
+        found.append(entries(path))
+    assert found[0] == found[1]
+    assert found[0]["0" * 64]["outcomes"] == [1, 0]
+
+
+def test_imitation_that_is_killed_goes_on_exactly(bc: Path, tmp_path: Path) -> None:
+    def imitation(run_dir: Path, kill: Kill | None = None) -> int:
+        values = {**SMALL, "algo.num_updates": "12", "logging.log_interval": "1", "training.save_interval": "4"}
+        arguments = ["train", str(bc.parent / "bc.yaml"), "--run-dir", str(run_dir), *options(values)]
+        return command(arguments, tmp_path, kill)
+
+    assert imitation(tmp_path / "whole") == 0
+    assert imitation(tmp_path / "killed", Kill("apexrl.algorithms.bc:BC.update", 7)) == -signal.SIGKILL
+    assert resume(tmp_path / "killed") == 0
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    assert len(numbers(tmp_path / "whole")) == 12
+
+
+def _start_command(run_dir: Path, bc: Path) -> subprocess.Popen[str]:
+    values = {**KILLED, "task.num_workers": "1", "training.init_from": str(bc)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "apexrl.cli", "train", "stage11_ript_vla", "--run-dir", str(run_dir), *options(values)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _wait_for_lines(process: subprocess.Popen[str], run_dir: Path, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while len(read_json_lines(run_dir / "metrics.jsonl")) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def _children(process: subprocess.Popen[str]) -> list[Path]:
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+    return [Path("/proc") / number for number in found.stdout.split()]
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)], ids=["ctrl-c", "kill-9"])
+def test_signals_from_outside_leave_no_process_and_the_run_goes_on(
+    number: signal.Signals, code: int, bc: Path, whole: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "stopped"
+    process = _start_command(run_dir, bc)
+    _wait_for_lines(process, run_dir, 1)
+    workers = _children(process)
+    assert workers
+    os.killpg(process.pid, number)  # as a terminal does it
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert "Traceback" not in errors
+    if number == signal.SIGINT:
+        assert f"apexrl train --resume {run_dir}" in output
+        saved = checkpoint.load(checkpoint.latest(run_dir / "checkpoints"))
+        assert saved["iteration"] == numbers(run_dir)[-1]["iteration"] < 5
+    deadline = time.monotonic() + 20
+    while any(worker.exists() for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(worker.exists() for worker in workers)
+    # Workers change where episodes run, not what they are.
+    assert resume(run_dir) == 0
+    assert_same_run(run_dir, whole)
+
+
+def test_a_finished_run_can_be_resumed_and_made_longer(whole: Path, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
+    assert resume(run_dir) == 0
+    assert_same_run(run_dir, whole)
+    longer = ["train", "--resume", str(run_dir), "--training.num_train_steps", "6"]
+    assert command(longer, tmp_path) == 0
+    assert [line["iteration"] for line in numbers(run_dir)] == [1, 2, 3, 4, 5, 6]
+    assert numbers(run_dir)[:5] == numbers(whole)
+    assert entries(run_dir / "final_training_results.json")["total_steps"] == 6
