@@ -424,7 +424,7 @@ def _demos(options: argparse.Namespace, _: Overrides) -> int:
         [name for name in options.tasks.split(",") if name],
         cameras=tuple(name for name in options.cameras.split(",") if name),
         image_size=options.image_size,
-        privileged=not options.proprioception,
+        **({"privileged": False} if options.proprioception else {}),
     )
     output = options.output or Path("demos") / options.suite.replace(":", "_").lower()
     with _progress("Recording", suite.num_tasks) as tell:

@@ -46,6 +46,10 @@ class Config:
         if is_suite != takes_suites:
             needs = "task.benchmark_name, a suite of tasks," if takes_suites else "task.id, not task.benchmark_name,"
             raise ConfigError(f"algo.name '{self.algo.name}' needs {needs} got '{self.task.id}'.")
+        if is_suite and self.training.collector != "sync":
+            raise ConfigError(
+                f"training.collector must be sync with task.benchmark_name, got '{self.training.collector}'."
+            )
         self.algo.check_rollout(self.task.num_envs, keeps_sequences=self.policy.kind == "gru")
 
     def to_dict(self) -> dict[str, Any]:
@@ -200,7 +204,28 @@ def make_config(raw: Mapping[str, Any]) -> Config:
 
 def load_config(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
     """Read a preset or a YAML file, apply overrides, and check the result."""
-    return make_config(with_overrides(read_source(source), overrides))
+    overrides = list(overrides)
+    stored = read_source(source)
+    return make_config(_without_other_kinds(stored, with_overrides(stored, overrides), dict(overrides)))
+
+
+def _without_other_kinds(stored: Mapping[str, Any], merged: dict[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
+    """Drop what a source says about another kind of task, policy or algorithm than the one that was asked for."""
+    if "task.id" in given and "task.benchmark_name" not in given and isinstance(merged.get("task"), dict):
+        merged["task"].pop("benchmark_name", None)
+    for name, classes in SECTIONS.items():
+        before, after = stored.get(name), merged.get(name)
+        if len(classes) < 2 or not isinstance(before, dict) or not isinstance(after, dict):
+            continue
+        try:
+            kind = section_class(name, after)
+            if kind is section_class(name, before):
+                continue
+        except ConfigError:  # it will be said when the section is made
+            continue
+        known = {entry.name for entry in fields(kind)}
+        merged[name] = {key: value for key, value in after.items() if key in known or f"{name}.{key}" in given}
+    return merged
 
 
 def field_paths() -> list[str]:

@@ -278,7 +278,7 @@ def _files(path: Path, suite: TaskSuite | None) -> Iterator[tuple[int, Path]]:
         return
     found = sorted(path.glob("*.hdf5")) if path.is_dir() else []
     if not found:
-        raise ConfigError(f"{path} holds no demonstrations (*.hdf5); record some with record_demos.")
+        raise ConfigError(f"{path} holds no demonstrations (*.hdf5); record some with 'apexrl demos'.")
     if suite is None:
         yield from enumerate(found)
         return

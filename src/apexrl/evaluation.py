@@ -276,8 +276,8 @@ def record_video(
             writer.append_data(env.render(0))
             return actor(carry)
 
-        for episode in range(num_episodes):
-            carry: Carry = {OBSERVATION: env.reset(seed=seed + episode), **initial_state(policy, env)}
-            rollout(env, act_and_draw, carry, env.max_episode_steps or 1000, keep=(), until_done=True)
+        carry: Carry = {OBSERVATION: env.reset(seed=seed), **initial_state(policy, env)}
+        for _ in range(num_episodes):
+            _, carry = rollout(env, act_and_draw, carry, env.max_episode_steps or 1000, keep=(), until_done=True)
     temporary.replace(path)
     return path

@@ -55,8 +55,8 @@ class SuiteConfig:
     num_workers: int | None = None
     """Processes that simulate; null for one a core, or one an episode where cameras draw; 0 simulates here."""
     max_cached_envs: int | None = None
-    """Simulators that a process keeps, one a task; the least recently used one is closed beyond that. null for 64. Where
-    cameras draw, of all processes together, at least one for each episode that runs; null for 4."""
+    """Simulators that a process keeps, one a task; beyond that the least recently used one is closed; null for 64.
+    Where cameras draw, of all processes together, at least one for each episode that runs; null for 4."""
     max_episode_length: int | None = None
     """Control steps of an episode; null for the suite's own."""
     chunk: int = 5
@@ -77,6 +77,8 @@ class SuiteConfig:
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MAX_SUITE_SIZE:
                 raise ConfigError(f"task.{name} must be at least 1 and at most {MAX_SUITE_SIZE}, got {value}.")
+        if len(set(self.task_names_to_use)) < len(self.task_names_to_use):
+            raise ConfigError(f"task.task_names_to_use must name each task once, got {list(self.task_names_to_use)}.")
         if self.max_episode_length is not None and self.max_episode_length < 1:
             raise ConfigError(f"task.max_episode_length must be at least 1 or null, got {self.max_episode_length}.")
         if self.num_workers is not None and not 0 <= self.num_workers <= self.num_parallel_envs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -130,7 +131,18 @@ class SuiteVecEnv(VecEnv):
         if num_workers is None:
             num_workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         cached = max_cached_envs or (4 if suite.renders else 64)
-        self._workers = SuiteWorkers(suite, num_envs, num_workers, cached, step_timeout)
+        self._start = functools.partial(SuiteWorkers, suite, num_envs, num_workers, cached, step_timeout)
+        self._started: SuiteWorkers | None = None
+        self._is_closed = False
+
+    @property
+    def _workers(self) -> SuiteWorkers:
+        """Started when first needed: who only asks for spaces, or learns from demonstrations, has no processes."""
+        if self._is_closed:
+            raise EnvError("The environment is closed; make another.")
+        if self._started is None:
+            self._started = self._start()
+        return self._started
 
     def _make_buffers(self, groups: Mapping[str, gym.Space[Any]]) -> None:
         N = self.num_envs
@@ -170,17 +182,17 @@ class SuiteVecEnv(VecEnv):
     @property
     def created(self) -> int:
         """Simulators made so far."""
-        return self._workers.created
+        return 0 if self._started is None else self._started.created
 
     @property
     def seconds_creating(self) -> float:
         """Time the workers have spent making simulators, added up."""
-        return self._workers.seconds_creating
+        return 0.0 if self._started is None else self._started.seconds_creating
 
     @property
     def replaced(self) -> int:
         """Workers replaced so far because they died or hung."""
-        return self._workers.replaced
+        return 0 if self._started is None else self._started.replaced
 
     def assign(self, episodes: Sequence[InitState]) -> None:
         """Let the next ``reset`` start these episodes; ``episode_id`` is the index in the list.
@@ -336,4 +348,6 @@ class SuiteVecEnv(VecEnv):
 
     def close(self) -> None:
         """Close the simulators and end the workers."""
-        self._workers.close()
+        self._is_closed = True
+        if self._started is not None:
+            self._started.close()

@@ -508,8 +508,22 @@ class BrokenSuite(PointSuite):
 
 
 def test_a_suite_that_does_not_arrive_in_the_worker_says_why() -> None:
+    env = SuiteVecEnv(BrokenSuite(), 1, num_workers=1)
     with pytest.raises(EnvError, match="no simulator on this machine"):
-        SuiteVecEnv(BrokenSuite(), 1, num_workers=1)
+        env.reset()
+    env.close()
+
+
+def test_processes_start_when_they_are_needed_and_never_after_closing(make: Make) -> None:
+    env = make(PointSuite(), 2, num_workers=1)
+    assert env._started is None
+    assert (env.created, env.seconds_creating, env.replaced) == (0, 0.0, 0)
+    env.reset()
+    assert env._started is not None
+    unused = make(PointSuite(), 2, num_workers=1)
+    unused.close()
+    with pytest.raises(EnvError, match="closed"):
+        unused.reset()
 
 
 @pytest.mark.parametrize("hanging", [False, True])

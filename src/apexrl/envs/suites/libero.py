@@ -114,7 +114,9 @@ class LiberoSuite(TaskSuite):
         for name in task_names:
             if name not in known:
                 hint = did_you_mean(name, known)
-                raise ConfigError(f"task.task_names_to_use: {benchmark_name} has no task '{name}'.{hint}")
+                raise ConfigError(
+                    f"task.task_names_to_use: {benchmark_name} has no task '{name}'.{hint} Leave it empty for all."
+                )
         tasks = [known[name] for name in task_names or known]
         self.name = benchmark_name
         self.task_names: Sequence[str] = [task.name for task in tasks]

@@ -276,7 +276,7 @@ class MetaWorldSuite(TaskSuite):
         image_size: int = 64,
     ) -> None:
         _check_names("task_names", task_names, TASK_NAMES)
-        _check_names("cameras", cameras, CAMERAS)
+        _check_names("task.cameras", cameras, CAMERAS)
         for field, value in (("horizon", horizon), ("num_init_states", num_init_states), ("image_size", image_size)):
             if value < 1:
                 raise ConfigError(f"{field} must be at least 1, got {value}.")
