@@ -22,7 +22,6 @@ from apexrl.models import MLPActor, QEnsemble
 from apexrl.models.encoder import leaves
 from apexrl.optim import FlatAdam, flatten
 from apexrl.policies import Policy, SACPolicy
-from apexrl.policies.sac import UniformPolicy
 from apexrl.types import ACTION, NEXT_OBSERVATION, OBSERVATION, REWARD
 
 MAX_CAPACITY = 10**12
@@ -42,7 +41,7 @@ class SACConfig:
     utd_ratio: float = 1.0
     """Gradient steps for each environment step; below 1 for many environments."""
     learning_starts: int = 1000
-    """Transitions in the replay buffer before the first gradient step; until then actions are uniform."""
+    """Transitions in the replay buffer before the first gradient step."""
     replay_capacity: int = 1_000_000
     """Transitions that are kept; the oldest make room."""
     replay_device: Literal["auto", "cpu"] = "auto"
@@ -195,16 +194,9 @@ class SAC(BaseAlgorithm):
         self._compiled_for: set[bool] = set()
         self._progress = Progress(CRITIC_METRICS, here)
         self._actor_progress = Progress(ACTOR_METRICS, here)
-        self._uniform = UniformPolicy(policy)
         self._due = 0.0
         """Gradient steps that the environment steps so far have earned and that were not taken yet."""
         self._num_updates = 0
-
-    @property
-    def rollout_policy(self) -> Policy:
-        """Uniform actions until learning starts, then the policy."""
-        waits = not self._num_updates and len(self.replay) < self.cfg.learning_starts
-        return self._uniform if waits else self.policy
 
     def _empty_replay(self) -> ReplayBuffer:
         return ReplayBuffer(

@@ -55,8 +55,6 @@ class SACPolicy(Policy):
             )
         actor_options |= {"distribution": "squashed_gaussian", "state_dependent_std": True}
         self.actor = actor_class(observation_space, action_space, **actor_options)
-        if isinstance(self.actor, MLPActor):
-            _begin_like_the_critics(self.actor)
         self.critics = critic_class(observation_space, int(np.prod(action_space.shape)), **(critic_cfg or {}))
         self.target_critics = copy.deepcopy(self.critics).requires_grad_(False)
         self.normalizer = ObservationNormalizer(observation_space) if normalize_obs else None
@@ -103,6 +101,7 @@ class SACPolicy(Policy):
         return value
 
 
+<<<<<<< HEAD
 class UniformPolicy(Policy):
     """Draws every action from its whole range, whatever it sees; it acts and does nothing else."""
 
@@ -145,6 +144,8 @@ def _begin_like_the_critics(actor: MLPActor) -> None:
         actor.action_head.head.bias.add_(log_std)
 
 
+=======
+>>>>>>> parent of 1632311 (SAC acts uniformly until learning starts; its actor begins like its critics)
 def _has_width(box: gym.spaces.Box) -> bool:
     """Say whether every side has two different, finite bounds."""
     with np.errstate(over="ignore"):
