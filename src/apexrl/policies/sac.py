@@ -101,51 +101,6 @@ class SACPolicy(Policy):
         return value
 
 
-<<<<<<< HEAD
-class UniformPolicy(Policy):
-    """Draws every action from its whole range, whatever it sees; it acts and does nothing else."""
-
-    centre: Tensor
-    scale: Tensor
-
-    def __init__(self, policy: SACPolicy) -> None:
-        super().__init__()
-        self.register_buffer("centre", policy.centre)
-        self.register_buffer("scale", policy.scale)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the range is."""
-        return self.centre.device
-
-    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
-        """Return actions ``[N, A]``, their density, and no values."""
-        draw = torch.rand(len(obs), len(self.scale), device=self.device)
-        action = self.centre + self.scale * (2.0 * draw - 1.0)
-        return PolicyOutput(action, self.evaluate_actions(obs, action)[0], torch.zeros_like(action[:, :1]))
-
-    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-density and entropy, which are the same everywhere."""
-        entropy = torch.zeros_like(action[..., :1]) + (2.0 * self.scale).log().sum()
-        return -entropy, entropy
-
-    def get_value(self, obs: Observation) -> Tensor:
-        """Return zeros."""
-        return torch.zeros(len(obs), 1, device=self.device)
-
-
-def _begin_like_the_critics(actor: MLPActor) -> None:
-    """Draw the weights as ``nn.Linear`` does; the standard deviation still begins around the actor's own."""
-    log_std = actor.action_head.head.bias.detach().clone()
-    for module in actor.modules():
-        if isinstance(module, nn.Linear):
-            module.reset_parameters()
-    with torch.no_grad():
-        actor.action_head.head.bias.add_(log_std)
-
-
-=======
->>>>>>> parent of 1632311 (SAC acts uniformly until learning starts; its actor begins like its critics)
 def _has_width(box: gym.spaces.Box) -> bool:
     """Say whether every side has two different, finite bounds."""
     with np.errstate(over="ignore"):
