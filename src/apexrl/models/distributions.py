@@ -120,29 +120,36 @@ class MultiCategorical:
     """
 
     def __init__(self, logits: Tensor, sizes: Sequence[int]) -> None:
-        self.log_probs = [part.log_softmax(-1) for part in torch.split(logits, list(sizes), dim=-1)]
+        parts = (logits,) if len(sizes) == 1 else torch.split(logits, list(sizes), dim=-1)
+        self.log_probs = [part.log_softmax(-1) for part in parts]
 
     @property
     def mode(self) -> Tensor:
         """The likeliest option of each choice."""
-        return torch.cat([log_p.argmax(-1, keepdim=True) for log_p in self.log_probs], dim=-1)
+        return _side_by_side([log_p.argmax(-1, keepdim=True) for log_p in self.log_probs])
 
     def sample(self) -> Tensor:
         """Draw by the Gumbel-max rule, which needs no check of the probabilities on the host."""
-        return torch.cat([self._gumbel_argmax(log_p) for log_p in self.log_probs], dim=-1)
+        return _side_by_side([self._gumbel_argmax(log_p) for log_p in self.log_probs])
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Sum of the log-probabilities of the choices."""
-        chosen = action.long().unbind(-1)
-        terms = [log_p.gather(-1, a.unsqueeze(-1)) for log_p, a in zip(self.log_probs, chosen, strict=True)]
-        return torch.stack(terms).sum(0)
+        chosen = action.long().split(1, dim=-1)
+        return _total([log_p.gather(-1, a) for log_p, a in zip(self.log_probs, chosen, strict=True)])
 
     def entropy(self) -> Tensor:
         """Sum of −Σ p log p over the choices."""
-        terms = [-(log_p.exp() * log_p).sum(-1, keepdim=True) for log_p in self.log_probs]
-        return torch.stack(terms).sum(0)
+        return _total([-(log_p.exp() * log_p).sum(-1, keepdim=True) for log_p in self.log_probs])
 
     @staticmethod
     def _gumbel_argmax(log_p: Tensor) -> Tensor:
         exponential = torch.empty_like(log_p).exponential_()
         return (log_p - exponential.log()).argmax(-1, keepdim=True)
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)  # type: ignore[arg-type]
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)  # type: ignore[arg-type]
