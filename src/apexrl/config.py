@@ -17,7 +17,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from apexrl.agent.trainer import TrainingConfig
-from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, PPOConfig
+from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BCConfig, PPOConfig
 from apexrl.errors import ConfigError, did_you_mean
 from apexrl.sections import FeaturesConfig, LoggingConfig, PolicyConfig, SuiteConfig, TaskConfig, VLAConfig
 
@@ -46,6 +46,8 @@ class Config:
         if is_suite != takes_suites:
             needs = "task.benchmark_name, a suite of tasks," if takes_suites else "task.id, not task.benchmark_name,"
             raise ConfigError(f"algo.name '{self.algo.name}' needs {needs} got '{self.task.id}'.")
+        if self.policy.kind == "vla" and isinstance(self.algo, BCConfig):
+            self.algo.require_default_loss()
         if is_suite and self.training.collector != "sync":
             raise ConfigError(
                 f"training.collector must be sync with task.benchmark_name, got '{self.training.collector}'."

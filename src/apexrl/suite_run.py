@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +21,7 @@ from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.envs.suites import make_suite
 from apexrl.errors import ConfigError
 from apexrl.loggers import Logger, read_json_lines
+from apexrl.policies import Policy
 from apexrl.sections import SuiteConfig
 
 METRICS, FINAL_RESULTS, ROLLOUT_STATS = "metrics.json", "final_training_results.json", "rollout_stats.json"
@@ -61,11 +63,12 @@ def make_suite_collector(
     *,
     seed: int,
     run_dir: Path,
+    starts_new: bool,
 ) -> BaseCollector:
     """Make what RLOO or BC learns from: groups of rollouts, or demonstrations."""
     if isinstance(cfg, BCConfig):
         assert isinstance(algorithm, BC)
-        return _demo_collector(task, algorithm, cfg, env)
+        return _demo_collector(task, algorithm, cfg, env, starts_new=starts_new)
     if not isinstance(cfg, RLOOConfig):
         raise ConfigError(f"task.benchmark_name needs algo.name rloo or bc, got '{cfg.name}'.")
     path = Path(cfg.rollout_stats_path) if cfg.rollout_stats_path else run_dir / ROLLOUT_STATS
@@ -81,6 +84,7 @@ def make_suite_collector(
         seed=seed,
         oversample=cfg.oversample,
         max_attempts=cfg.max_attempts,
+        max_groups=math.ceil(cfg.oversample * cfg.num_groups),
     )
     _begin_statistics(generator, run_dir)
     return generator
@@ -98,17 +102,32 @@ def _begin_statistics(generator: RolloutGenerator, run_dir: Path) -> None:
         generator.stats.write()  # a place that cannot be written is better found before the first batch than after it
 
 
-def suite_training(training: TrainingConfig, log_freq: int, algo: Any) -> TrainingConfig:
-    """Return the schedule with what other sections say about it: how often to evaluate, and how many steps of BC."""
+def suite_training(training: TrainingConfig, log_freq: int, algo: Any, num_tasks: int) -> TrainingConfig:
+    """Return the schedule with what follows from other sections.
+
+    How often to evaluate, how many steps of BC, and as many episodes for every task.
+    """
     updates = algo.num_updates if isinstance(algo, BCConfig) else 0
     return replace(
         training,
         eval_interval=log_freq or training.eval_interval,
+        eval_episodes=num_tasks * math.ceil(training.eval_episodes / num_tasks),
+        final_eval_episodes=num_tasks * math.ceil(training.final_eval_episodes / num_tasks),
         num_train_steps=training.num_train_steps or updates,
     )
 
 
-def _demo_collector(task: SuiteConfig, algorithm: BC, cfg: BCConfig, env: SuiteVecEnv) -> DemoCollector:
+@torch.no_grad()
+def explore_with(policy: Policy, init_std: float) -> None:
+    """Set a standard deviation that imitation has left as it was; one that was learned stays."""
+    for name, value in policy.named_parameters():
+        if name.endswith("log_std") and value.numel() > 1 and bool((value == value.flatten()[0]).all()):
+            value.fill_(math.log(init_std))
+
+
+def _demo_collector(
+    task: SuiteConfig, algorithm: BC, cfg: BCConfig, env: SuiteVecEnv, *, starts_new: bool
+) -> DemoCollector:
     if not task.demos:
         raise ConfigError(
             "algo.name bc needs task.demos, a directory of demonstrations; 'apexrl demos "
@@ -118,7 +137,8 @@ def _demo_collector(task: SuiteConfig, algorithm: BC, cfg: BCConfig, env: SuiteV
         samples = load_demos(task.demos, env.suite, task.chunk)
     except ConfigError as error:
         raise ConfigError(f"task.demos: {error}") from error
-    algorithm.set_statistics(samples)
+    if starts_new:  # else the networks already expect what they were trained with
+        algorithm.set_statistics(samples)
     return DemoCollector(samples.to(algorithm.policy.device), cfg.batch_size)
 
 
@@ -157,6 +177,7 @@ def write_final_results(run_dir: Path, iteration: int, total_steps: int) -> Path
     content = {
         "total_steps": iteration,
         "environment_steps": total_steps,
+        "optimizer_steps": int(sum(line.get("train/updates", 0.0) for line in training)),
         "training_metrics": training,
         "evaluations": found,
     }

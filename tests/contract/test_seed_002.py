@@ -232,7 +232,7 @@ def test_step_4_groups_without_a_gradient_are_dropped_one_by_one(
     said = " ".join(capsys.readouterr().out.split())
     # Two groups are run for each of the two that are wanted.
     assert f"Dropped 4 groups whose rollouts all failed: {TASKS[0]}" in said
-    assert "No group had both successes and failures after 2 attempts; training goes on with 2 groups" in said
+    assert "No group had both successes and failures after 2 attempts; nothing is learned from this batch" in said
     final = results(tmp_path / "run")
     assert final["total_steps"] == 2
     assert [line["collect/groups_dropped"] for line in final["training_metrics"]] == [8, 8]

@@ -19,6 +19,7 @@ from apexrl.models.normalizer import RunningNormalizer
 from apexrl.optim import FlatAdam
 from apexrl.policies import ActorCritic, Policy
 from apexrl.policies.vla import VALID_STEPS, VLAPolicy
+from apexrl.policies.vla.lerobot import LeRobotPolicy
 from apexrl.types import ACTION, OBSERVATION
 
 
@@ -72,6 +73,12 @@ class BCConfig:
         for name in ("weight_decay", "state_noise"):
             require(name, getattr(self, name) >= 0, "must not be negative")
         require("loss", not (self.loss == "mse" and self.learn_std), "must not be mse while algo.learn_std is true")
+
+    def require_default_loss(self) -> None:
+        """Raise when a loss is asked for that a policy with a loss of its own does not read."""
+        for name, default in (("loss", "auto"), ("learn_std", False)):
+            if getattr(self, name) != default:
+                raise ConfigError(f"algo.{name} is for policy.kind mlp; a vla has its own loss. Leave it out.")
 
     def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
         """Raise when the policy cannot learn from single samples; there are no rollouts."""
@@ -173,11 +180,14 @@ class BC(BaseAlgorithm):
     def set_statistics(self, demonstrations: TensorDict) -> None:
         """Let the policy normalise by the mean and standard deviation of demonstrations."""
         policy, obs, here = self.policy, demonstrations[OBSERVATION], self.policy.device
-        if isinstance(policy, VLAPolicy):
+        if isinstance(policy, VLAPolicy | LeRobotPolicy):
             found = leaves(obs)
             vectors = [found[path].flatten(1).float() for path in policy.vectors]
             state = torch.cat(vectors, -1) if vectors else torch.zeros(len(demonstrations), 0)
-            action = demonstrations[ACTION].reshape(-1, demonstrations[ACTION].shape[-1] // policy.chunk)
+            action = demonstrations[ACTION].unflatten(-1, (policy.chunk, -1))
+            if VALID_STEPS in demonstrations:  # without the padding at the end of a demonstration
+                action = action[torch.arange(policy.chunk) < demonstrations[VALID_STEPS].cpu()]
+            action = action.reshape(-1, action.shape[-1])
             statistics = (
                 state.mean(0),
                 state.std(0, unbiased=False).clamp_min(self.cfg.min_std),

@@ -21,6 +21,10 @@ class DemoCollector(BaseCollector):
         self.samples, self.batch_size = samples, batch_size
         self.episode_metrics = EpisodeMetrics()
 
+    def steps_in(self, batch: TensorDict) -> int:
+        """Return 0: nothing was simulated."""
+        return 0
+
     def collect(self, n_steps: int = 1, reset: bool = False) -> TensorDict:
         """Return the next samples; they are drawn by PyTorch's global generator, whose state a checkpoint holds."""
         rows = torch.randint(len(self.samples), (self.batch_size,))

@@ -123,7 +123,7 @@ class RolloutGenerator(BaseCollector):
     ) -> None:
         _check_at_least(
             ("algo.rloo_batch_size", rollouts_per_env, 2),
-            ("task.num_parallel_envs", num_envs, 1),
+            ("algo.num_groups", num_envs, 1),
             ("algo.max_attempts", max_attempts, 1),
             ("algo.oversample", oversample, 1),
             ("max_groups", max_groups or num_envs, num_envs),
@@ -205,10 +205,11 @@ class RolloutGenerator(BaseCollector):
         counts["envs_reused"] = max(0, counts["episodes"] - counts["envs_created"])
         self._tell_outcome(len(groups), is_mixed=bool(mixed))
         batch = join_groups([group.steps for group in groups]).to(self.device)
-        # Of all that was run, dropped groups too: the same number everywhere, for those who watch over the policy.
-        batch[SAMPLED_SUCCESS] = torch.full((), sum(outcomes) / len(outcomes), device=self.device).expand(
-            *batch.shape, 1
-        )
+        # Dropped groups too, and mastered states as what they last were: without them, a policy that masters the easy
+        # states would seem to get worse. The same number everywhere, for those who watch over the policy.
+        mastered = self.rollouts_per_env * len(self._skipped)
+        rate = (sum(outcomes) + mastered) / (len(outcomes) + mastered)
+        batch[SAMPLED_SUCCESS] = torch.full((), rate, device=self.device).expand(*batch.shape, 1)
         return batch
 
     def generate_rollouts(self) -> list[dict[str, Any]]:
@@ -381,8 +382,9 @@ class RolloutGenerator(BaseCollector):
         attempts = _count(counts["attempts"], "attempt")
         if not found:
             raise EnvError(
-                f"All {counts['episodes']} episodes of a batch were lost: their workers died. "
-                "Use fewer environments (task.num_parallel_envs), or look into their messages."
+                f"{counts['lost_episodes']} of {counts['episodes']} episodes of a batch were lost: their workers died, "
+                "and no group has two left. Use fewer environments (task.num_parallel_envs), or look into the "
+                "workers' messages."
             )
         if counts["envs_created"]:
             self.on_message(
@@ -391,8 +393,9 @@ class RolloutGenerator(BaseCollector):
             )
         if not is_mixed:
             self.on_message(
-                f"No group had both successes and failures after {attempts}; training goes on with "
-                f"{_count(found, 'group')} without a gradient."
+                f"No group had both successes and failures after {attempts}; nothing is learned from this batch. Where "
+                "this goes on, start from an imitated policy (training.init_from), raise policy.init_std, or lengthen "
+                "task.max_episode_length."
             )
         elif found < self.num_envs:
             self.on_message(

@@ -49,6 +49,11 @@ class VecEnv(ABC):
     """When there are several tasks; a metric ``task_id`` then numbers them."""
 
     @property
+    def num_distinct_episodes(self) -> int | None:
+        """How many different episodes there are, where every reset goes through the same list; None for no end."""
+        return None
+
+    @property
     def metric_specs(self) -> Mapping[str, MetricSpec]:
         """The metrics that ``EnvStep.metric`` may hold, by name."""
         return {}

@@ -168,6 +168,11 @@ class SuiteVecEnv(VecEnv):
         """Whether the worker of the running episode has died since the last step."""
 
     @property
+    def num_distinct_episodes(self) -> int:
+        """Initial states of the split; as many of each task, for the tasks are polled in turn."""
+        return self.suite.num_tasks * min(len(self._states_of(task)) for task in range(self.suite.num_tasks))
+
+    @property
     def metric_specs(self) -> Mapping[str, MetricSpec]:
         """``success``, ``control_steps``, ``task_id``, ``episode_id`` (-1 where none ran) and ``lost``."""
         return _METRICS
@@ -303,9 +308,13 @@ class SuiteVecEnv(VecEnv):
         if self._queue is not None:
             return self._queue[number]
         turn, task = divmod(number, self.suite.num_tasks)
+        states = self._states_of(task)
+        return InitState(task, states[turn % len(states)])
+
+    def _states_of(self, task: int) -> list[NDArray[np.float64]]:
         if task not in self._states:
             self._states[task] = self.suite.init_states(task, self.split)
-        return InitState(task, self._states[task][turn % len(self._states[task])])
+        return self._states[task]
 
     def _call(self, function: Any, *arguments: Any) -> tuple[list[Progress], list[int]]:
         try:

@@ -69,12 +69,14 @@ class SimulatorCache:
 
     def advance(
         self, slots: Sequence[int], actions: NDArray[np.float32], limits: Sequence[int]
-    ) -> tuple[dict[str, Any], list[bool], list[int]]:
+    ) -> tuple[dict[str, Any], list[bool], list[int], int, float]:
         """Take up to ``limits[k]`` of the actions ``[k, chunk, A]`` in each slot; a solved task takes no more.
 
         Returns:
-            The stacked observations after the last control step, whether the task is solved, and the steps taken.
+            The stacked observations after the last control step, whether the task is solved, the steps taken, the
+            number of simulators that had to be made again, and the seconds that took.
         """
+        self.made, self.seconds = 0, 0.0
         solved, taken, seen = [False] * len(slots), [0] * len(slots), []
         for k, slot in enumerate(slots):
             simulator = self._enter(slot)
@@ -84,7 +86,7 @@ class SimulatorCache:
                     solved[k] = True
                     break
             seen.append(simulator.observe())
-        return self._stacked(seen), solved, taken
+        return self._stacked(seen), solved, taken, self.made, self.seconds
 
     def picture(self, slot: int) -> NDArray[np.uint8]:
         """Draw the scene of a slot."""

@@ -185,6 +185,7 @@ class SuiteWorkers:
         local = num_workers == 0 and not self.private
         num_workers = 1 if local else num_slots if self.private else min(max(num_workers, 1), num_slots)
         self.created, self.seconds_creating, self.replaced = 0, 0.0, 0
+        self.has_warned = False
         self.capacity = max(capacity, num_slots) if self.private else capacity
         self.share = 1 if self.private else capacity
         self.worker_of = [slot % num_workers for slot in range(num_slots)]
@@ -243,10 +244,18 @@ class SuiteWorkers:
         for worker, ks in rows.items():
             self._send(worker, "advance", self._places(slots, ks), actions[ks], [limits[k] for k in ks])
         answers, dead = self._receive(list(rows), self.step_timeout)
-        found = [
-            Progress([slots[k] for k in rows[worker]], obs, np.array(solved, np.bool_), np.array(taken, np.int64))
-            for worker, (obs, solved, taken) in answers.items()
-        ]
+        found = []
+        for worker, (obs, solved, taken, made, seconds) in answers.items():
+            self.created += made
+            self.seconds_creating += seconds
+            if made and not self.has_warned:
+                self.has_warned = True
+                logging.getLogger("apexrl").warning(
+                    "Simulators of running episodes are closed and made again: more tasks run in a process than "
+                    "task.max_cached_envs (%d) allows. Raise it.", self.share,
+                )  # fmt: skip
+            here = [slots[k] for k in rows[worker]]
+            found.append(Progress(here, obs, np.array(solved, np.bool_), np.array(taken, np.int64)))
         return found, [slot for slot, worker in enumerate(self.worker_of) if worker in dead]
 
     def picture(self, slot: int) -> NDArray[np.uint8]:

@@ -73,7 +73,7 @@ class LeRobotPolicy(Policy):
         total = int(np.prod(action_space.shape or ()))
         if chunk < 1 or total % chunk:
             raise ConfigError(f"policy.chunk must divide the {total} numbers of the action space, got {chunk}.")
-        self.chunk, self.cameras = chunk, dict(cameras)
+        self.chunk, self.cameras, self.vectors = chunk, dict(cameras), [STATE_KEY]
         self.num_actions = total // chunk
         self.inner, self.tokenize = policy, tokenize
         longest = int(policy.config.chunk_size)  # type: ignore[union-attr, arg-type]
