@@ -26,6 +26,8 @@ Command = Callable[[argparse.Namespace, Overrides], int]
 COMMANDS = ("train", "eval", "play", "export", "plot", "list", "check-env", "bench", "demos")
 _NO_MEMORY = re.compile(r"allocate memory|not enough memory|out of memory|Storage size", re.IGNORECASE)
 """How PyTorch says it; its exception is a plain RuntimeError on the CPU."""
+_DEMO_OPTIONS = {"task.benchmark_name": "SUITE", "task.task_names_to_use": "--tasks", "task.cameras": "--cameras"}
+"""What ``apexrl demos`` has in the place of fields that messages about suites name."""
 DESCRIPTION = """\
 Train robot policies with reinforcement learning.
 
@@ -61,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(
             "apexrl: There is not enough memory. Lower task.num_envs, algo.num_steps, policy.hidden_dims, "
-            "policy.critic_hidden_dims, policy.memory_dim or algo.replay_capacity.",
+            "policy.critic_hidden_dims, policy.memory_dim or algo.replay_capacity; on a suite of tasks "
+            "task.num_parallel_envs, task.max_cached_envs, algo.minibatch_size, algo.micro_batch_size or policy.size.",
             file=sys.stderr,
         )
         return 2
@@ -150,6 +153,10 @@ def _parser() -> argparse.ArgumentParser:
     demos = command("demos", "Record demonstrations of a suite's scripted experts.", _demos)
     demos.add_argument("suite", metavar="SUITE", help="mt10, mt50, metaworld:TASK or metaworld:MT10")
     demos.add_argument("--per-task", type=_positive, default=10, metavar="K", help="default 10")
+    demos.add_argument("--start", type=_not_negative, default=0, metavar="K", help="first training state, default 0")
+    demos.add_argument(
+        "--horizon", type=_positive, metavar="N", help="control steps of an episode; default the suite's"
+    )
     demos.add_argument("--output", type=Path, metavar="DIR", help="default demos/<suite>")
     demos.add_argument("--tasks", default="", metavar="NAMES", help="some tasks of the suite, such as reach-v3,push-v3")
     demos.add_argument("--cameras", default="", metavar="NAMES", help="also record pictures, such as corner2")
@@ -189,6 +196,10 @@ def _show(value: Any) -> str:
 
 def _positive(text: str) -> int:
     return _whole_number(text, 1, 2**31)
+
+
+def _not_negative(text: str) -> int:
+    return _whole_number(text, 0, 2**31)
 
 
 def _seed(text: str) -> int:
@@ -283,15 +294,19 @@ def _check_same_run(asked: Config, source: str, run_dir: Path) -> None:
 
 
 def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:
-    """Show what came out: evaluation, picture, video."""
+    """Show what came out: evaluation, picture, video; of several processes that learned together, the first shows."""
+    from apexrl import distributed
     from apexrl.plots import plot_runs
     from apexrl.sections import SuiteConfig
     from apexrl.suite_run import write_final_results
 
-    episodes = config.training.final_eval_episodes
+    episodes = trainer.cfg.final_eval_episodes
     if episodes:
         with _progress("Evaluating", episodes) as tell:
             result = trainer.evaluate(episodes, on_progress=tell)
+    if not distributed.is_first():
+        return
+    if episodes:
         print(f"Evaluation: {result.summary()}")
         _show_tasks(result, run_dir, config.features.save_plot)
     if isinstance(config.task, SuiteConfig):
@@ -419,13 +434,28 @@ def _demos(options: argparse.Namespace, _: Overrides) -> int:
     from apexrl.envs.mujoco_simulation import num_cores
     from apexrl.envs.suites import make_suite
 
-    suite = make_suite(
-        options.suite,
-        [name for name in options.tasks.split(",") if name],
-        cameras=tuple(name for name in options.cameras.split(",") if name),
-        image_size=options.image_size,
-        **({"privileged": False} if options.proprioception else {}),
-    )
+    more: dict[str, Any] = {"privileged": False} if options.proprioception else {}
+    if options.horizon is not None:
+        more["horizon"] = options.horizon
+    try:
+        suite = make_suite(
+            options.suite,
+            [name for name in options.tasks.split(",") if name],
+            cameras=tuple(name for name in options.cameras.split(",") if name),
+            image_size=options.image_size,
+            **more,
+        )
+    except ConfigError as error:
+        message = str(error)
+        for field, option in _DEMO_OPTIONS.items():
+            message = message.replace(field, option)
+        raise ConfigError(message) from error
+    available = len(suite.init_states(0, "train"))
+    if options.start + options.per_task > available:
+        raise ConfigError(
+            f"--per-task {options.per_task} from --start {options.start} on needs {options.start + options.per_task} "
+            f"training states, but a task of '{options.suite}' has {available}; lower one of them."
+        )
     output = options.output or Path("demos") / options.suite.replace(":", "_").lower()
     with _progress("Recording", suite.num_tasks) as tell:
         done = 0
@@ -436,10 +466,13 @@ def _demos(options: argparse.Namespace, _: Overrides) -> int:
             tell(done)
 
         workers = min(options.num_workers or num_cores(), suite.num_tasks)
-        recorded = record_demos(suite, output, options.per_task, num_workers=workers, on_progress=note)
+        recorded = record_demos(
+            suite, output, options.per_task, num_workers=workers, start=options.start, on_progress=note
+        )
     for name, task in recorded.items():
         failed = f", {task.num_failures} attempts failed" if task.num_failures else ""
-        print(f"  {name:28} {task.num_demos} demonstrations, {task.num_steps} steps{failed}")
+        fewer = "; the training states ran out" if task.num_demos < options.per_task else ""
+        print(f"  {name:28} {task.num_demos} demonstrations, {task.num_steps} steps{failed}{fewer}")
     print(f"Demonstrations: {output}")
     return 0
 
@@ -484,7 +517,14 @@ def _bench(options: argparse.Namespace, _: Overrides) -> int:
 
 def _check_env(options: argparse.Namespace, _: Overrides) -> int:
     from apexrl.envs import check_env, make_env
+    from apexrl.envs.suites import SUITES
 
+    if options.id in SUITES or options.id.startswith("metaworld:"):
+        raise ConfigError(
+            f"'{options.id}' is a suite of tasks, not an environment: train on it with --task.benchmark_name "
+            f"{options.id} (see the presets mt10_bc and mt10_rloo), record its experts with 'apexrl demos "
+            f"{options.id}', or check it in Python, check_env(SuiteVecEnv(make_suite('{options.id}'), 4))."
+        )
     env = make_env(options.id, options.num_envs)
     problems = check_env(env)
     env.close()

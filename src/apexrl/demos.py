@@ -32,8 +32,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch.nn import functional
 
-from apexrl.envs.suite_env import encode_instruction
-from apexrl.envs.suites.base import Simulator, TaskSuite
+from apexrl.envs.suites.base import Simulator, TaskSuite, encode_instruction
 from apexrl.errors import ConfigError, EnvError
 from apexrl.models.encoder import is_picture
 from apexrl.policies.vla import VALID_STEPS
@@ -122,7 +121,9 @@ def record_demos(
                 for future in as_completed(tasks):
                     done(tasks[future], future.result())
             except BrokenProcessPool as error:
-                raise EnvError(f"A process that recorded '{suite.name}' died; use fewer workers.") from error
+                raise EnvError(
+                    f"A process that recorded '{suite.name}' died; use fewer workers (--num-workers)."
+                ) from error
             finally:
                 pool.shutdown(cancel_futures=True)
     return {name: results[name] for name in suite.task_names}
@@ -150,7 +151,8 @@ def _record_task(suite: TaskSuite, task_id: int, directory: Path, per_task: int,
     if not demos:
         raise EnvError(
             f"The expert of '{name}' reached its goal from none of {failures} training states (beginning with number "
-            f"{start}); leave the task out, raise its horizon ({suite.horizon}), or begin with an earlier state."
+            f"{start}); leave the task out (--tasks), raise its horizon ({suite.horizon}; --horizon), or begin with an "
+            "earlier state (--start)."
         )
     target = directory / f"{name}{SUFFIX}"
     _write(target, suite, task_id, demos)
@@ -285,7 +287,10 @@ def _files(path: Path, suite: TaskSuite | None) -> Iterator[tuple[int, Path]]:
     for task_id, name in enumerate(suite.task_names):
         file = path / f"{name}{SUFFIX}"
         if not file.is_file():
-            raise ConfigError(f"{path} has no demonstrations of '{name}' ({file.name}); record them, or leave it out.")
+            raise ConfigError(
+                f"{path} has no demonstrations of '{name}' ({file.name}); record them with 'apexrl demos', "
+                "or leave the task out of task.task_names_to_use."
+            )
         yield task_id, file
 
 

@@ -168,6 +168,9 @@ def evaluate(
     """
     if num_episodes < 1:
         raise ValueError(f"num_episodes must be at least 1, got {num_episodes}")
+    if deterministic and env.num_distinct_episodes is not None:
+        # The same episode again would be the same again, and the interval too narrow.
+        num_episodes = min(num_episodes, env.num_distinct_episodes)
     quota = np.full(env.num_envs, num_episodes // env.num_envs)
     quota[: num_episodes % env.num_envs] += 1
     taken, counted_steps = np.zeros_like(quota), np.zeros_like(quota)
@@ -197,6 +200,11 @@ def evaluate(
     episodes = {
         name: np.concatenate([part.get(name, np.full(len(part["return"]), np.nan)) for part in parts]) for name in names
     }
+    if "lost" in episodes:  # their worker died: they say nothing about the policy
+        kept = ~(episodes["lost"] > 0)
+        if not kept.any():
+            raise EnvError("The evaluation lost every episode: the workers died. Use fewer environments.")
+        episodes = {name: values[kept] for name, values in episodes.items()}
     # Past its quota an environment goes on until the others are done; those steps belong to no counted episode.
     rows = {index: env_rows[: counted_steps[index]] for index, env_rows in rows.items()}
     return EvaluationResult(episodes, rows if record_steps else None, env.task_names)
@@ -255,9 +263,18 @@ def save_step_csvs(step_data_per_env: StepRows, directory: Path) -> list[Path]:
 
 
 def record_video(
-    env: VecEnv, policy: Policy, path: Path, *, seed: int = 0, num_episodes: int = 1, fps: int = 30
+    env: VecEnv, policy: Policy, path: Path, *, seed: int = 0, num_episodes: int = 1, fps: float | None = None
 ) -> Path:
-    """Play deterministic episodes in environment 0 and write what it looks like as an MP4 file."""
+    """Play deterministic episodes in environment 0 and write what it looks like as an MP4 file.
+
+    Args:
+        env: only its first environment is drawn.
+        policy: acts with the mode of its distribution.
+        path: of the file.
+        seed: of the environments.
+        num_episodes: one after another.
+        fps: pictures a second; None for those of the environment, which show it as fast as it is.
+    """
     import imageio.v2 as imageio
 
     actor = make_actor(policy, env.device, deterministic=True)
@@ -270,7 +287,7 @@ def record_video(
         raise RunDirError(f"{path} cannot be written: {error.strerror}. Name another place.") from error
     policy.eval()
     writer: Any
-    with imageio.get_writer(temporary, fps=fps, macro_block_size=2) as writer:
+    with imageio.get_writer(temporary, fps=fps or env.video_fps, macro_block_size=2) as writer:
 
         def act_and_draw(carry: Carry) -> dict[str, torch.Tensor]:
             writer.append_data(env.render(0))

@@ -6,7 +6,8 @@ device; after the rollout ``aggregate_metrics`` folds the storage once into the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -14,6 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from apexrl import distributed
 from apexrl.errors import ConfigError
 from apexrl.types import DONE, METRIC, REWARD
 
@@ -83,6 +85,10 @@ class EpisodeMetrics:
             return {}
         sums, counts = torch.stack(list(self.totals.values())).unbind(-1)
         return dict(zip(self.totals, (sums / counts).unbind(), strict=True))
+
+    def count(self, name: str) -> Tensor:
+        """Return how many finished episodes the mean of a field stands for."""
+        return self.totals[name][1]
 
     def clear(self) -> None:
         """Forget the finished episodes; running ones are kept."""
@@ -244,3 +250,32 @@ def to_host(values: Mapping[str, Tensor | float]) -> dict[str, float]:
         stacked = torch.cat([torch.stack(list(group.values())).double() for group in here])
         host.update(zip([name for group in here for name in group], stacked.tolist(), strict=True))
     return {name: host[name] for name in values}
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A mean, and how many numbers it stands for; the weight is asked for only where several processes learn."""
+
+    mean: Tensor
+    weight: Callable[[], Tensor | float]
+
+
+def merged_to_host(values: Mapping[str, Tensor | Weighted]) -> dict[str, float]:
+    """Bring many scalars to the host, as means over all processes: Σ w x / Σ w over those that know the number.
+
+    A name that one process alone knows, and a mean of nothing (NaN), are no problem.
+    """
+    means = {name: value.mean if isinstance(value, Weighted) else value for name, value in values.items()}
+    if distributed.world_size() == 1:
+        return to_host(means)
+    weights = {f"{name} weight": value.weight() for name, value in values.items() if isinstance(value, Weighted)}
+    everyone = distributed.gather(to_host({**means, **weights}))
+    sums: dict[str, float] = {}
+    totals: dict[str, float] = {}
+    for host in everyone:
+        for name in (name for name in host if not name.endswith(" weight")):
+            weight = host.get(f"{name} weight", 1.0)
+            known = weight > 0 and not math.isnan(host[name])
+            sums[name] = sums.get(name, 0.0) + (weight * host[name] if known else 0.0)
+            totals[name] = totals.get(name, 0.0) + (weight if known else 0.0)
+    return {name: value / totals[name] if totals[name] else math.nan for name, value in sums.items()}

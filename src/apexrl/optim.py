@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from apexrl.errors import ConfigError
+
 BETA_MEAN, BETA_SQUARE = 0.9, 0.999
 
 
@@ -37,6 +39,9 @@ class FlatAdam:
         eps: ε.
         max_grad_norm: gradients are scaled down to this norm.
         apart: parameters whose names begin so are clipped by themselves, as if they had an optimizer of their own.
+
+    Raises:
+        ConfigError: when no parameter needs a gradient.
     """
 
     def __init__(
@@ -48,6 +53,8 @@ class FlatAdam:
         apart: str | None = None,
     ) -> None:
         trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+        if not trained:
+            raise ConfigError("Nothing is left to train: shorten policy.freeze.")
         together = [(name, p) for name, p in trained if apart is None or not name.startswith(apart)]
         self.parameters = dict(together + [pair for pair in trained if pair[0] not in dict(together)])
         self._num_together = sum(p.numel() for _, p in together)

@@ -88,8 +88,8 @@ def plot_tasks(tasks: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
 
 
 def _records(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    if not (run / "metrics.jsonl").is_file():
-        raise RunDirError(f"{run} is not a run directory: it has no metrics.jsonl.")
+    if not any((run / name).is_file() for name in ("metrics.jsonl", "config.yaml")):
+        raise RunDirError(f"{run} is not a run directory: it has neither config.yaml nor metrics.jsonl.")
     return read_json_lines(run / "metrics.jsonl"), read_json_lines(run / "evaluations.jsonl")
 
 

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 import yaml
 
+from apexrl import distributed
 from apexrl.agent import Trainer, checkpoint
-from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig
+from apexrl.agent.trainer import env_seed
+from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig, RLOOConfig
 from apexrl.algorithms.base import find_device
 from apexrl.collectors import AsyncCollector, BaseCollector, RolloutGenerator, SyncCollector
 from apexrl.config import Config, make_config, parse_yaml, with_overrides
@@ -30,7 +32,7 @@ from apexrl.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger, 
 from apexrl.policies import Policy, VLAPolicy
 from apexrl.policies.vla.lora import with_adapters
 from apexrl.sections import PolicyConfig, SuiteConfig, VLAConfig
-from apexrl.suite_run import SuiteResults, make_suite_collector, make_suite_env, suite_training
+from apexrl.suite_run import SuiteResults, explore_with, make_suite_collector, make_suite_env, suite_training
 
 # What may change when a run goes on: how long, how often, and where to; not what is learned.
 RESUMABLE_SECTIONS = ("training", "logging", "features")
@@ -47,21 +49,21 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
         loggers: more places for the numbers, besides the files of the run.
         name: used when ``run_dir`` is None.
     """
+    distributed.join(prepare_device(config))
     made = run_dir is None or not run_dir.exists()
-    if run_dir is None:
-        run_dir = new_run_dir(name)
-    _claim(run_dir)
+    run_dir = distributed.on_first(lambda: _claim(new_run_dir(name) if run_dir is None else run_dir))
     trainer = None
     try:
-        _write_config(run_dir, config)
+        distributed.on_first(lambda: _write_config(run_dir, config))
         trainer = make_trainer(config, run_dir, loggers, init_from=config.training.init_from)
         trainer.loggers[:0] = file_loggers(config, run_dir)
     except BaseException:
         if trainer is not None:
             trainer.close()
-        _clear(run_dir)
-        if made:
-            run_dir.rmdir()
+        if distributed.is_first():
+            _clear(run_dir)
+            if made:
+                run_dir.rmdir()
         raise
     return trainer
 
@@ -96,6 +98,7 @@ def resume(run_dir: Path, overrides: Iterable[tuple[str, str]] = (), loggers: Se
     Log lines after the checkpoint are dropped, because they are written again. Nothing changes when this fails.
     """
     config = resumed_config(run_dir, overrides)
+    distributed.join(prepare_device(config))
     paths = checkpoint.numbered(run_dir / "checkpoints")
     trainer = make_trainer(config, run_dir, loggers, init_from="" if paths else config.training.init_from)
     try:
@@ -105,6 +108,8 @@ def resume(run_dir: Path, overrides: Iterable[tuple[str, str]] = (), loggers: Se
     except BaseException:
         trainer.close()
         raise
+    if not distributed.is_first():
+        return trainer
     cut_json_lines(run_dir / "metrics.jsonl", trainer.iteration)
     # The checkpoint knows how many evaluations came before it: the one at the end of training came after.
     cut_json_lines(run_dir / "evaluations.jsonl", trainer.iteration, max_lines=trainer.num_evaluations)
@@ -135,6 +140,8 @@ def resumed_config(run_dir: Path, overrides: Iterable[tuple[str, str]] = ()) -> 
 
 def file_loggers(config: Config, run_dir: Path, purge_step: int | None = None) -> list[Logger]:
     """Make the loggers that write into the run directory; with ``purge_step`` TensorBoard hides what came later."""
+    if not distributed.is_first():
+        return []
     files: list[Logger] = [JsonlLogger(run_dir / "metrics.jsonl")]
     # Weights & Biases may refuse to start, so it comes before TensorBoard, which makes a file at once.
     if config.logging.wandb != "disabled":
@@ -163,6 +170,7 @@ def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), 
         init_from: a run directory or checkpoint with the first weights of the policy; empty draws them.
     """
     device = prepare_device(config)
+    whole, config = config, _own_share(config)
     torch.manual_seed(config.training.seed)
     random.seed(config.training.seed)
     np.random.seed(config.training.seed)
@@ -171,19 +179,24 @@ def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), 
     if init_from:
         # Before the algorithm is made, which may copy weights from one network to another.
         _start_from(policy, Path(init_from), env)
+        if isinstance(config.algo, RLOOConfig):
+            explore_with(policy, config.policy.init_std)
     make: Any = ALGORITHMS[config.algo.name][0]
     features = config.features
     acceleration = Acceleration(graphs=features.graphs, compile=features.compile, precision=features.precision)
     acceleration.apply()
     in_background = config.training.collector == "async"
-    if in_background:
-        # A graph must not be captured while another thread uses the device.
+    if in_background or distributed.world_size() > 1:
+        # A graph must not be captured while another thread uses the device, nor with an exchange between processes.
         acceleration = replace(acceleration, graphs=False)
+    if distributed.world_size() > 1:
+        acceleration = replace(acceleration, compile=False)
     algorithm: BaseAlgorithm = make(policy=policy, cfg=config.algo, acceleration=acceleration)
+    distributed.seed_apart(config.training.seed)
     loggers = list(loggers)
     training = config.training
     if isinstance(config.task, SuiteConfig):
-        training = suite_training(config.training, config.logging.log_freq, config.algo)
+        training = suite_training(training, config.logging.log_freq, config.algo, len(env.task_names))
         loggers.append(SuiteResults(run_dir))
     trainer = Trainer(
         env,
@@ -197,22 +210,54 @@ def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), 
         log_interval=config.logging.log_interval,
         log_reward_components=config.logging.reward_components,
         save_step_csv=config.features.save_step_csv,
-        config=config.to_dict(),
+        config=whole.to_dict(),
     )
-    if in_background and features.graphs and device.type == "cuda":
+    if distributed.world_size() > 1 and ((features.graphs and device.type == "cuda") or features.compile):
+        trainer.tell(f"{distributed.world_size()} processes learn: CUDA graphs and compilation are switched off.")
+    elif in_background and features.graphs and device.type == "cuda":
         trainer.tell("training.collector async switches CUDA graphs off: another thread uses the device.")
     if isinstance(trainer.collector, RolloutGenerator):
         trainer.collector.on_message = trainer.tell
     return trainer
 
 
+def _own_share(config: Config) -> Config:
+    """Return the configuration of one of the processes that learn together: totals are split equally."""
+    if distributed.world_size() == 1:
+        return config
+    algorithm = ALGORITHMS[config.algo.name][0]
+    task: Any = config.task
+    algo: Any = config.algo
+    if algorithm.shared_fields is None:
+        raise ConfigError(
+            f"algo.name {algo.name} learns in one process, not in {distributed.world_size()}; start it without "
+            "torchrun."
+        )
+    for name, share in algorithm.shared_fields.items():
+        if getattr(algo, name) is not None:
+            algo = replace(algo, **{name: share(getattr(algo, name), f"algo.{name}")})
+    num_envs = "num_parallel_envs" if isinstance(task, SuiteConfig) else "num_envs"
+    workers = task.num_workers and -(-task.num_workers // distributed.world_size())
+    own = {num_envs: distributed.share(task.num_envs, f"task.{num_envs}"), "num_workers": workers}
+    return replace(config, task=replace(task, **own), algo=algo)
+
+
 def _make_collector(
     config: Config, env: VecEnv, algorithm: BaseAlgorithm, acceleration: Acceleration, run_dir: Path
 ) -> BaseCollector:
-    acting, keep, seed = algorithm.rollout_policy, algorithm.required_keys, config.training.seed
+    acting, keep = algorithm.rollout_policy, algorithm.required_keys
+    seed = env_seed(config.training.seed, env.num_envs)
     if isinstance(config.task, SuiteConfig):
         assert isinstance(env, SuiteVecEnv)
-        return make_suite_collector(config.task, algorithm, config.algo, env, seed=seed, run_dir=run_dir)
+        algo: Any = config.algo
+        if not distributed.is_first():
+            # Every process keeps what it knows of the initial states in a directory of its own.
+            run_dir = run_dir / f"process_{distributed.rank()}"
+            run_dir.mkdir(exist_ok=True)
+            algo = replace(algo, rollout_stats_path="")
+        return make_suite_collector(
+            config.task, algorithm, algo, env, seed=seed, run_dir=run_dir, starts_new=not config.training.init_from
+        )
     if config.training.collector == "async":
         return AsyncCollector(
             env,
@@ -365,9 +410,11 @@ def prepare_device(config: Config) -> torch.device:
         torch.set_num_threads(config.training.num_threads)
     name = config.training.device
     if name == "auto":
-        return find_device()
+        return distributed.own_device(find_device())
     try:
         device = torch.device(name)
+        if name == "cuda":
+            device = distributed.own_device(device)
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
@@ -376,8 +423,8 @@ def prepare_device(config: Config) -> torch.device:
     return device
 
 
-def _claim(run_dir: Path) -> None:
-    """Make sure that a new run overwrites nothing and can be written."""
+def _claim(run_dir: Path) -> Path:
+    """Make sure that a new run overwrites nothing and can be written; returns its directory."""
     if run_dir.exists() and not run_dir.is_dir():
         raise RunDirError(f"--run-dir {run_dir} is a file; name a new directory.")
     if run_dir.is_dir() and any(run_dir.iterdir()):
@@ -388,6 +435,7 @@ def _claim(run_dir: Path) -> None:
         raise RunDirError(f"--run-dir {run_dir} cannot be made: {error.strerror}; name another directory.") from error
     if not os.access(run_dir, os.W_OK):
         raise RunDirError(f"--run-dir {run_dir} cannot be written; name another directory.")
+    return run_dir
 
 
 def _wandb_id(run_dir: Path) -> str:

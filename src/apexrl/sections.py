@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from apexrl.errors import ConfigError
+from apexrl.errors import ConfigError, did_you_mean
 from apexrl.models.actor import DistributionName
+from apexrl.policies.vla.policy import FREEZABLE
 
-MAX_NUM_ENVS, MAX_WIDTH, MAX_SUITE_SIZE = 2**24, 2**20, 4096
+MAX_NUM_ENVS, MAX_WIDTH, MAX_SUITE_SIZE, MAX_VLA_SIZE = 2**24, 2**20, 4096, 2**14
 """Beyond what any machine holds: a typing mistake, better refused than tried."""
 
 
@@ -200,7 +201,31 @@ class VLAConfig:
     lora_rank: int = 0
     """Train low-rank additions of this rank instead of the weights; 0 trains the weights."""
     freeze: tuple[str, ...] = ()
-    """Towers that are not trained: vision, text."""
+    """Parts that are not trained: any of vision, text, state, prefix, expert."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "depth", "heads"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MAX_VLA_SIZE:
+                raise ConfigError(f"policy.{name} must be null, or at least 1 and at most {MAX_VLA_SIZE}, got {value}.")
+        if not 0 <= self.lora_rank <= MAX_VLA_SIZE:
+            raise ConfigError(f"policy.lora_rank must be at least 0 and at most {MAX_VLA_SIZE}, got {self.lora_rank}.")
+        if not 0.01 <= self.init_std <= 2.0:
+            raise ConfigError(f"policy.init_std must lie between 0.01 and 2.0 for a vla, got {self.init_std}.")
+        if not 1 <= self.denoising_steps <= MAX_VLA_SIZE:
+            raise ConfigError(
+                f"policy.denoising_steps must be at least 1 and at most {MAX_VLA_SIZE}, got {self.denoising_steps}."
+            )
+        if self.noise_level <= 0:
+            raise ConfigError(f"policy.noise_level must be positive, got {self.noise_level}.")
+        if self.guidance < 0:
+            raise ConfigError(f"policy.guidance must not be negative, got {self.guidance}.")
+        for name in self.freeze:
+            if name not in FREEZABLE:
+                raise ConfigError(
+                    f"policy.freeze must hold names of {', '.join(FREEZABLE)}, got '{name}'."
+                    f"{did_you_mean(name, FREEZABLE)}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

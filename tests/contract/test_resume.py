@@ -47,7 +47,7 @@ LIFT = {
     "task.num_envs": "4",
     "task.kwargs.max_episode_steps": "12",
     "algo.num_steps": "8",
-    "training.total_timesteps": "320",
+    "training.total_timesteps": "288",
 }
 CARTPOLE = {**COMMON, "task.num_envs": "3", "algo.num_steps": "16", "training.total_timesteps": "384"}
 HALFCHEETAH = {
@@ -55,7 +55,7 @@ HALFCHEETAH = {
     "task.num_envs": "2",
     "task.kwargs.max_episode_steps": "30",
     "algo.num_steps": "20",
-    "training.total_timesteps": "320",
+    "training.total_timesteps": "288",
 }
 RECALL = {**LIFT, "task.id": "recall", "task.kwargs": "{delay: 2}", "policy.kind": "gru", "policy.memory_dim": "8"}
 RECALL.pop("task.kwargs.max_episode_steps")

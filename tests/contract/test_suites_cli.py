@@ -5,6 +5,7 @@ The runs that are killed are forked as in ``test_resume.py``.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -25,6 +26,7 @@ from tests.suite_session import RLOO, SMALL, TASKS, entries, imitate, options, t
 
 from apexrl.agent import checkpoint
 from apexrl.cli import main
+from apexrl.demos import Recorded
 from apexrl.envs.suites.base import Split
 from apexrl.envs.suites.metaworld import MetaWorldSuite
 from apexrl.loggers import read_json_lines
@@ -108,6 +110,49 @@ def test_demos_records_files_in_the_layout_of_libero(tmp_path: Path, capsys: pyt
             assert [demo[name][-1] for name in ("rewards", "dones")] == [1, 1]
 
 
+def test_demos_begins_with_the_state_and_keeps_the_horizon_that_are_asked_for(tmp_path: Path) -> None:
+    arguments = ["demos", f"metaworld:{TASKS[0]}", "--per-task", "1", "--num-workers", "1"]
+    assert main([*arguments, "--start", "3", "--horizon", "120", "--output", str(tmp_path)]) == 0
+    with h5py.File(tmp_path / f"{TASKS[0]}_demo.hdf5") as file:
+        state = MetaWorldSuite("one", (TASKS[0],)).init_states(0)[3]
+        assert (file["data/demo_0"].attrs["init_state"][:] == state).all()
+        assert json.loads(file["data"].attrs["env_args"])["env_kwargs"]["horizon"] == 120
+
+
+def test_demos_says_when_the_states_ran_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def record(suite: MetaWorldSuite, path: Path, per_task: int, **_: Any) -> dict[str, Recorded]:
+        return {name: Recorded(path, per_task - 1, 5, 100) for name in suite.task_names}
+
+    monkeypatch.setattr("apexrl.demos.record_demos", record)
+    assert main(["demos", f"metaworld:{TASKS[0]}", "--per-task", "46", "--output", str(tmp_path)]) == 0
+    assert "45 demonstrations, 100 steps, 5 attempts failed; the training states ran out" in capsys.readouterr().out
+
+
+def test_a_run_that_has_logged_nothing_yet_is_a_run(
+    rloo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(rloo / "config.yaml", tmp_path)
+    assert main(["plot", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"apexrl: Nothing to draw yet in {tmp_path}: no episode has ended.\n"
+    assert main(["plot", str(rloo), str(tmp_path), "--output", str(tmp_path / "curve.png")]) == 0
+
+
+def test_a_lack_of_memory_names_what_a_suite_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def out_of_memory(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("apexrl.run.start", out_of_memory)
+    assert main(["train", "mt10_rloo"]) == 2
+    said = capsys.readouterr().err
+    for name in ("task.num_parallel_envs", "task.max_cached_envs", "algo.minibatch_size", "algo.micro_batch_size"):
+        assert name in said
+    assert "policy.size" in said
+
+
 def test_a_run_directory_holds_everything(rloo: Path) -> None:
     names = {path.name for path in rloo.iterdir()}
     assert {
@@ -163,6 +208,7 @@ def test_play_and_plot(rloo: Path, tmp_path: Path) -> None:
     frames = iio.imread(tmp_path / "video.mp4")
     assert 1 <= len(frames) <= 45 // 5
     assert frames.std() > 1
+    assert iio.immeta(tmp_path / "video.mp4")["fps"] == 80 / 5  # control steps a second, and those of a chunk
     assert main(["plot", str(rloo), str(rloo.parent / "bc"), "--output", str(tmp_path / "curve.png")]) == 0
     with Image.open(tmp_path / "curve.png") as picture:
         picture.load()
@@ -200,6 +246,11 @@ RUN = [
     "--task.num_parallel_envs", "4", "--training.device", "cpu",
 ]  # fmt: skip
 IMITATE = ["train", "BC", "--task.benchmark_name", f"metaworld:{TASKS[0]}", "--task.num_workers", "0"]
+FREEZE = [
+    "train", "mt10_rloo", "--task.benchmark_name", f"metaworld:{TASKS[0]}", "--task.num_workers", "0",
+    "--training.device", "cpu", "--policy.learn_std", "false", "--policy.freeze",
+]  # fmt: skip
+EXPERT = ["demos", f"metaworld:{TASKS[0]}", "--per-task", "1", "--num-workers", "1"]
 OF_TASK = "task: {id: lift}\nalgo: {name: rloo}\n"
 OF_SUITE = "task: {benchmark_name: mt10}\nalgo: {name: ppo}\n"
 
@@ -235,13 +286,22 @@ OF_SUITE = "task: {benchmark_name: mt10}\nalgo: {name: ppo}\n"
         ([*IMITATE, "--task.demos", "BAD"], ["task.demos", f"{TASKS[0]}_demo.hdf5", "HDF5"]),
         ([*IMITATE, "--task.demos", "DEMOS", "--task.privileged", "false"], ["task.demos", "state", ", 4]", ", 39]"]),
         ([*IMITATE, "--task.benchmark_name", "metaworld:reach-v3"], ["task.demos", "no demonstrations", "reach-v3"]),
-        (["demos", "mt11"], ["mt11", "mt10"]),
-        (["demos", "mt10", "--tasks", "reach"], ["'reach'", "reach-v3"]),
-        (["demos", "mt10", "--cameras", "nose"], ["cameras", "nose", "corner2"]),
+        ([*FREEZE, "[text, state, prefix, expert]"], ["Nothing is left to train", "policy.freeze"]),
+        ([*FREEZE, "[words]"], ["policy.freeze", "'words'", "vision, text, state, prefix, expert"]),
+        (["demos", "mt11"], ["SUITE has no 'mt11'", "mt10"]),
+        (["demos", "mt10", "--tasks", "reach"], ["--tasks has 'reach'", "reach-v3"]),
+        (["demos", "mt10", "--cameras", "nose"], ["--cameras has no 'nose'", "corner2"]),
+        (["demos", "mt10", "--per-task", "60"], ["--per-task 60", "'mt10' has 50", "lower"]),
+        (["demos", "mt10", "--start", "45"], ["--per-task 10", "--start 45", "needs 55", "has 50"]),
+        (["demos", "mt10", "--start", "-1"], ["--start", "'-1'"]),
+        (["demos", "mt10", "--horizon", "0"], ["--horizon", "'0'"]),
+        ([*EXPERT, "--horizon", "3"], [TASKS[0], "from none of 50", "3; --horizon", "--start", "--tasks"]),
+        (["check-env", "mt10"], ["'mt10' is a suite", "--task.benchmark_name mt10", "apexrl demos mt10"]),
+        (["check-env", "metaworld:reach-v3"], ["is a suite", "--task.benchmark_name metaworld:reach-v3"]),
         (["demos", "mt10", "--per-task", "0"], ["--per-task", "'0'"]),
         (["eval", "nowhere"], ["no checkpoint", "nowhere"]),
         (["play", "RUN", "--output", "video.txt"], ["--output", "video.txt", ".mp4"]),
-        (["plot", "nowhere"], ["nowhere"]),
+        (["plot", "nowhere"], ["nowhere", "not a run directory"]),
         (["train", "--resume", "RUN", "--task.chunk", "4"], ["--task.chunk 4", "cannot change"]),
         (["train", "--resume", "RUN", "--algo.num_groups", "4"], ["--algo.num_groups 4", "cannot change"]),
     ],

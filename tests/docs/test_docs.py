@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from apexrl import cli, config, envs, plots, run
+from apexrl import cli, config, demos, envs, plots, run
 from apexrl.algorithms import ALGORITHMS
 from apexrl.config import CHOICES, SECTIONS, field_help
 from apexrl.errors import ApexRLError
@@ -121,6 +121,7 @@ def test_an_apexrl_command_is_understood(
     monkeypatch.setattr(run, "resume", resume)
     monkeypatch.setattr(run, "load_trained", understood)
     monkeypatch.setattr(plots, "plot_runs", understood)
+    monkeypatch.setattr(demos, "record_demos", understood)
     monkeypatch.setattr(envs, "make_env", understood)
     monkeypatch.setattr(config, "preset_names", understood if words[0] == "list" else config.preset_names)
     if words[-1] == "--help":

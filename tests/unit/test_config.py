@@ -30,10 +30,13 @@ from apexrl.config import (
     with_overrides,
 )
 from apexrl.errors import ConfigError
+from apexrl.policies.vla.policy import FREEZABLE
 from apexrl.run import _write_config
-from apexrl.sections import PolicyConfig, TaskConfig
+from apexrl.sections import PolicyConfig, TaskConfig, VLAConfig
 
 PRESETS = ["cartpole_ppo", "halfcheetah_ppo", "lift_ppo", "pendulum_ppo"]
+VLA = {"kind": "vla"}
+SUITE = {"task": {"benchmark_name": "mt10"}, "algo": {"name": "rloo"}}
 SOURCES = sorted(Path(apexrl.__file__).parent.rglob("*.py"))
 
 
@@ -163,6 +166,17 @@ def test_numbers_in_scientific_notation_are_numbers_also_where_yaml_reads_text(t
         ({"policy": {"actor_groups": []}}, ["policy.actor_groups must name at least one group or be null"]),
         ({"policy": {"critic_groups": []}}, ["policy.critic_groups must name at least one group or be null"]),
         ({"policy": {"init_std": 20}}, ["policy.init_std", "policy.max_std", "20"]),
+        ({"policy": {**VLA, "width": 0}}, ["policy.width", "null", "at least 1", "got 0"]),
+        ({"policy": {**VLA, "depth": 10**6}}, ["policy.depth", "at most 16384", "got 1000000"]),
+        ({"policy": {**VLA, "heads": -2}}, ["policy.heads", "at least 1", "got -2"]),
+        ({"policy": {**VLA, "lora_rank": -1}}, ["policy.lora_rank", "at least 0", "got -1"]),
+        ({"policy": {**VLA, "lora_rank": 10**6}}, ["policy.lora_rank", "at most 16384", "got 1000000"]),
+        ({"policy": {**VLA, "init_std": 0.001}}, ["policy.init_std", "between 0.01 and 2.0", "got 0.001"]),
+        ({"policy": {**VLA, "init_std": 2.5}}, ["policy.init_std", "between 0.01 and 2.0", "got 2.5"]),
+        ({"policy": {**VLA, "denoising_steps": 0}}, ["policy.denoising_steps", "at least 1", "got 0"]),
+        ({"policy": {**VLA, "noise_level": 0}}, ["policy.noise_level", "positive", "got 0"]),
+        ({"policy": {**VLA, "guidance": -0.5}}, ["policy.guidance", "not be negative", "got -0.5"]),
+        ({"policy": {**VLA, "freeze": ["txt"]}}, ["policy.freeze", "'txt'", "Did you mean 'text'?", "expert"]),
         ({"training": {"total_timesteps": 0}}, ["training.total_timesteps", "at least 1", "0"]),
         ({"training": {"seed": -1}}, ["training.seed", "negative", "-1"]),
         ({"training": {"seed": 10**30}}, ["training.seed", "at most", str(10**30)]),
@@ -184,6 +198,17 @@ def test_numbers_in_scientific_notation_are_numbers_also_where_yaml_reads_text(t
 def test_a_problem_is_named_with_field_value_and_fix(raw: dict[str, Any], parts: list[str]) -> None:
     message = message_of(raw)
     assert [part for part in parts if part not in message] == [], message
+
+
+def test_what_a_vla_may_be_reaches_to_its_bounds() -> None:
+    bounds = {"lora_rank": 0, "init_std": 0.01, "denoising_steps": 1, "guidance": 0.0, "width": 1, "depth": None}
+    config = make_config({**SUITE, "policy": {**VLA, **bounds, "freeze": list(FREEZABLE)}})
+    assert isinstance(config.policy, VLAConfig)
+    assert config.policy.freeze == FREEZABLE
+    assert all(name in field_help(VLAConfig)["freeze"] for name in FREEZABLE)
+    with pytest.raises(ConfigError, match=r"policy\.init_std"):
+        VLAConfig(init_std=0.0099)
+    VLAConfig(init_std=2.0, lora_rank=16384)
 
 
 def test_all_problems_are_reported_at_once() -> None:

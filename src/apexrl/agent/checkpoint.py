@@ -33,6 +33,11 @@ KEYS: dict[str, tuple[type, ...]] = {
     "config": (dict,),
 }
 """What every checkpoint holds, and as what."""
+OWN_KEYS = ("collector", "env", "rng")
+"""What differs between processes that learn together, besides parts of the algorithm."""
+PEERS, CHANGED = "peers", "changed"
+"""A list with what processes 1, 2, … have of their own, None for one that is lost; and, when a checkpoint is read for
+another number of processes, what changed."""
 _NUMBERED = re.compile(r"iteration_(\d+)\.pt")
 
 
@@ -97,6 +102,39 @@ def load(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} is damaged: its '{key}' must be {wanted}, got {value!r}. Use another one.")
     checked: dict[str, Any] = content
     return checked
+
+
+def of_rank(content: dict[str, Any], rank: int, world_size: int, path: Path) -> dict[str, Any]:
+    """Return what process ``rank`` of ``world_size`` goes on from, with what changed, or an empty text, as ``CHANGED``.
+
+    Random states that there are none of are None.
+    """
+    peers = content.get(PEERS, [])
+    if not isinstance(peers, list):
+        raise CheckpointError(f"{path} is damaged: its '{PEERS}' must be a list. Use another one.")
+    changed = ""
+    if len(peers) + 1 != world_size:
+        changed = f"the checkpoint of {_processes(len(peers) + 1)} is resumed by {_processes(world_size)}"
+    elif None in peers:
+        changed = "the checkpoint was saved when a process had been lost"
+    if rank == 0:
+        return {**content, CHANGED: changed}
+    own = peers[rank - 1] if rank <= len(peers) else None
+    if own is None:
+        return {**content, "rng": None, CHANGED: changed}
+    try:
+        return {
+            **content,
+            **{key: own[key] for key in OWN_KEYS},
+            "algorithm": {**content["algorithm"], **own["algorithm"]},
+            CHANGED: changed,
+        }
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: its '{PEERS}' lacks {error}. Use another one.") from error
+
+
+def _processes(count: int) -> str:
+    return "one process" if count == 1 else f"{count} processes"
 
 
 def numbered(directory: Path, last_iteration: float = float("inf")) -> list[Path]:

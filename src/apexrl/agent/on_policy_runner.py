@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from apexrl import distributed
 from apexrl.agent.trainer import Trainer, TrainingConfig
 from apexrl.algorithms import ALGORITHMS, BaseAlgorithm
 from apexrl.algorithms.base import find_device
@@ -108,6 +109,7 @@ class OnPolicyRunner(Trainer):
             raise ConfigError("OnPolicyRunner got an agent and another cfg than the agent's; leave cfg out.")
         if log_dir is not None:
             log_dir = Path(log_dir)
+        if log_dir is not None and distributed.is_first():
             log_dir.mkdir(parents=True, exist_ok=True)
             loggers = (JsonlLogger(log_dir / "metrics.jsonl"), TensorBoardLogger(log_dir), *loggers)
         super().__init__(
@@ -138,7 +140,7 @@ class OnPolicyRunner(Trainer):
 
     def learn(self, total_timesteps: int | None = None) -> None:
         """Train as ``Trainer.learn`` does; lines of another run after the current iteration leave the logs."""
-        if self.run_dir is not None:
+        if self.run_dir is not None and distributed.is_first():
             cut_json_lines(self.run_dir / "metrics.jsonl", self.iteration)
             cut_json_lines(self.run_dir / "evaluations.jsonl", self.iteration, max_lines=self.num_evaluations)
         super().learn(total_timesteps)

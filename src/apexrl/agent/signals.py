@@ -9,11 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from apexrl import distributed
+
 
 class StopRequest:
     """Set by the first Ctrl-C or SIGTERM; a second Ctrl-C interrupts at once."""
 
     signal_number: int | None = None
+
+    def is_set_anywhere(self) -> bool:
+        """Whether this process or one that learns with it was asked to stop; all of them stop at the same place."""
+        number = distributed.most(self.signal_number or 0)
+        if number:
+            self.signal_number = number
+        return number > 0
 
     def raise_if_set(self) -> None:
         """Leave the way Python would have left without a handler."""

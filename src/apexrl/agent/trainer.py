@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from apexrl import distributed
 from apexrl.agent import checkpoint
 from apexrl.agent.callbacks import Callbacks
 from apexrl.agent.signals import stop_on_signal
@@ -26,7 +28,7 @@ from apexrl.errors import CheckpointError, ConfigError, DivergenceError, EnvStat
 from apexrl.evaluation import EvaluationResult, evaluate, save_step_csvs
 from apexrl.graphs import Acceleration, Stopwatch
 from apexrl.loggers import ConsoleLogger, Logger, append_json_line
-from apexrl.metrics import IDENTITY_FIELDS, to_host, training_log_names
+from apexrl.metrics import IDENTITY_FIELDS, Weighted, merged_to_host, training_log_names
 from apexrl.models.encoder import leaves
 from apexrl.policies.base import Policy
 from apexrl.rollout import LOG
@@ -91,6 +93,11 @@ class TrainingConfig:
                 raise ConfigError(f"training.{name} must be at most {most}, got {getattr(self, name)}.")
 
 
+def env_seed(seed: int, num_envs: int) -> int:
+    """Return the seed of a process's environments: those of a run have seeds in a row, whoever steps them."""
+    return seed + distributed.rank() * num_envs
+
+
 class Trainer:
     """Drives any algorithm: collect, update, log, evaluate, save.
 
@@ -130,10 +137,15 @@ class Trainer:
         if algorithm.policy is not policy:
             raise ConfigError("Trainer needs one policy: algorithm.policy is another object than policy.")
         captures = policy.device.type == "cuda" and getattr(algorithm, "acceleration", NO_GRAPHS).graphs
-        if captures and isinstance(collector, AsyncCollector):
+        if captures and (isinstance(collector, AsyncCollector) or distributed.world_size() > 1):
             raise ConfigError(
-                "An algorithm must not capture CUDA graphs while AsyncCollector uses the device from another thread; "
-                "make it with acceleration=Acceleration(graphs=False)."
+                "An algorithm must not capture CUDA graphs while AsyncCollector uses the device from another thread, "
+                "nor where several processes learn; make it with acceleration=Acceleration(graphs=False)."
+            )
+        if distributed.world_size() > 1 and algorithm.shared_fields is None:
+            raise ConfigError(
+                f"{type(algorithm).__name__} learns in one process, not in {distributed.world_size()}; start it "
+                "without torchrun."
             )
         if log_interval < 1:
             raise ConfigError(f"log_interval must be at least 1, got {log_interval}.")
@@ -141,11 +153,12 @@ class Trainer:
         self.env: VecEnv = env
         self.policy, self.algorithm = policy, algorithm
         self.cfg = cfg or TrainingConfig()
+        distributed.equalize(policy.state_dict().values())
         self.collector = collector or SyncCollector(
-            env, algorithm.rollout_policy, keep=algorithm.required_keys, seed=self.cfg.seed
+            env, algorithm.rollout_policy, keep=algorithm.required_keys, seed=env_seed(self.cfg.seed, env.num_envs)
         )
         self.eval_env: VecEnv | None = None if eval_env is None else as_vec_env(eval_env)
-        self.loggers = list(loggers)
+        self.loggers = list(loggers) if distributed.is_first() else []
         self.run_dir = Path(run_dir) if run_dir is not None else None
         self.save_dir = Path(save_dir) if save_dir is not None else None
         self.log_interval = log_interval
@@ -175,16 +188,22 @@ class Trainer:
     def learn(self, total_timesteps: int | None = None) -> None:
         """Train until ``total_steps`` reaches ``total_timesteps``, and save.
 
-        Ctrl-C and SIGTERM end the running iteration, save, and then leave as usual.
+        Ctrl-C and SIGTERM end the running iteration, save, and then leave as usual. Of several processes that learn
+        together, all call this; when one is lost, the others leave, and the first saves what it knows.
         """
         target = self.cfg.total_timesteps if total_timesteps is None else total_timesteps
         with stop_on_signal() as stop:
             try:
                 self._teach_normalizer(target)
-                while self._progress(target) < 1.0 and stop.signal_number is None:
+                while self._progress(target) < 1.0 and not stop.is_set_anywhere():
                     self._iterate(target)
             except DivergenceError as error:
                 raise DivergenceError(f"{error} {self._last_good()}") from error
+            except distributed.LostRankError as error:
+                # It is noticed between two steps of an optimizer, when the weights are always fit to go on from.
+                self._between_steps = True
+                self._save_before_leaving()
+                raise distributed.LostRankError(f"{error} {self._last_good()}") from error
             except Exception:
                 self._save_before_leaving()
                 raise
@@ -206,8 +225,9 @@ class Trainer:
             return
         batch = self.collector.collect(self.algorithm.num_steps)
         # What is not finite stays out; the first update will name it.
-        self.policy.update_normalizer(batch[OBSERVATION], apply=_is_finite(batch[OBSERVATION]))
-        self.total_steps += self.collector.steps_in(batch)
+        obs = batch[OBSERVATION][batch[VALID].squeeze(-1)] if VALID in batch else batch[OBSERVATION]
+        self.policy.update_normalizer(obs, apply=distributed.everywhere(_is_finite(obs)))
+        self.total_steps += distributed.total(self.collector.steps_in(batch))
 
     def _iterate(self, target: int) -> None:
         fire = self.callbacks.fire
@@ -223,7 +243,7 @@ class Trainer:
         self._between_steps = True
         watch.mark("callbacks")
         if self.callbacks.wanted("post_rollout"):
-            fire("post_rollout", self, _known(to_host(self._rollout_metrics(batch))))
+            fire("post_rollout", self, _known(merged_to_host(self._rollout_metrics(batch))))
         if self._is_first:
             self._is_first = False
             if notice := self.algorithm.notice(batch):
@@ -234,10 +254,10 @@ class Trainer:
         update_metrics = self.algorithm.update(batch)
         metrics = {**self._rollout_metrics(batch), **{f"train/{k}": v for k, v in update_metrics.items()}}
         watch.mark("end")
-        host = to_host(metrics)
+        host = merged_to_host(metrics)
         self.algorithm.raise_if_diverged({"nonfinite": host.pop("train/nonfinite", 0.0)}, batch)
         self.iteration += 1
-        num_steps = self.collector.steps_in(batch)
+        num_steps = distributed.total(self.collector.steps_in(batch))
         self.total_steps += num_steps
         self._between_steps = True
         self.algorithm.adjust_learning_rate(self._progress(target))
@@ -261,20 +281,23 @@ class Trainer:
         for logger in self.loggers:
             logger.progress(stats, self._progress(target))
 
-    def _rollout_metrics(self, batch: TensorDict) -> dict[str, Tensor]:
-        metrics = {}
+    def _rollout_metrics(self, batch: TensorDict) -> dict[str, Tensor | Weighted]:
+        metrics: dict[str, Tensor | Weighted] = {}
         if REWARD in batch:
             valid = batch[VALID] if VALID in batch else torch.ones_like(batch[REWARD])
-            metrics["rollout/mean_reward"] = (batch[REWARD] * valid).sum() / valid.sum()
+            count = valid.sum()
+            metrics["rollout/mean_reward"] = Weighted((batch[REWARD] * valid).sum() / count, lambda: count)
         if VALUE in batch:
             metrics["rollout/mean_value"] = batch[VALUE].mean()
-        specs = self.env.metric_specs
-        for name, mean in self.collector.episode_metrics.means().items():
+        specs, episodes = self.env.metric_specs, self.collector.episode_metrics
+        for name, mean in episodes.means().items():
             if name in IDENTITY_FIELDS or (name in specs and not self.log_reward_components):
                 continue
-            metrics.update(dict.fromkeys(training_log_names(name, specs), mean))
+            number = Weighted(mean, partial(episodes.count, name))
+            metrics.update(dict.fromkeys(training_log_names(name, specs), number))
         if LOG in batch:
-            metrics.update({f"env/{name.lstrip('/')}": value.nanmean() for name, value in batch[LOG].items()})
+            for name, value in batch[LOG].items():
+                metrics[f"env/{name.lstrip('/')}"] = Weighted(value.nanmean(), partial(_count_known, value))
         return metrics
 
     def evaluate(
@@ -283,19 +306,24 @@ class Trainer:
         deterministic: bool = True,
         on_progress: Callable[[int], None] | None = None,
     ) -> EvaluationResult:
-        """Evaluate on separate environments; training goes on afterwards as if nothing had happened."""
+        """Evaluate on separate environments; training goes on afterwards as if nothing had happened.
+
+        Of several processes that learn together, all call this and get the result; the first one does the work.
+        """
         # Making environments draws random numbers, and their simulators may: training must not notice.
         with self.collector.quiet(), checkpoint.kept_rng_state():
-            result = evaluate(
-                self._evaluation_env(min(self.cfg.eval_num_envs, n_episodes)),
-                self.policy,
-                n_episodes,
-                deterministic=deterministic,
-                seed=self.cfg.seed + EVAL_SEED_OFFSET,
-                record_steps=self.save_step_csv,
-                on_progress=on_progress,
+            result = distributed.on_first(
+                lambda: evaluate(
+                    self._evaluation_env(min(self.cfg.eval_num_envs, n_episodes)),
+                    self.policy,
+                    n_episodes,
+                    deterministic=deterministic,
+                    seed=self.cfg.seed + EVAL_SEED_OFFSET,
+                    record_steps=self.save_step_csv,
+                    on_progress=on_progress,
+                )
             )
-        if self.run_dir is not None:
+        if self.run_dir is not None and distributed.is_first():
             record = {"iteration": self.iteration, "step": self.total_steps, **result.record()}
             append_json_line(self.run_dir / "evaluations.jsonl", record)
             if result.step_rows is not None:
@@ -314,25 +342,36 @@ class Trainer:
         return self.eval_env
 
     def save_checkpoint(self, name: str | Path | None = None) -> Path:
-        """Save everything needed to go on; a relative name lies in ``save_dir``."""
+        """Save everything needed to go on; a relative name lies in ``save_dir``.
+
+        Of several processes that learn together, all call this; the first one writes the states of all into one file.
+        """
         path = self._checkpoint_path(name or checkpoint.checkpoint_name(self.iteration))
         with self.collector.quiet():  # until it is written: a state may be memory that the environment works in
-            content = {
-                **self._learning_state(),
-                "env": self.env.state_dict(),
-                "rng": checkpoint.rng_state(),
-                "iteration": self.iteration,
-                "total_steps": self.total_steps,
-                "num_evaluations": self.num_evaluations,
-                "config": self.config,
-            }
-            checkpoint.save(path, content)
+            content = self._content()
+            own = {name: content[name] for name in checkpoint.OWN_KEYS}
+            own["algorithm"] = {name: content["algorithm"][name] for name in self.algorithm.own_keys}
+            peers = distributed.gather_on_first(own if not distributed.is_first() else {})[1:]
+            if peers:
+                content[checkpoint.PEERS] = peers
+            distributed.on_first(lambda: checkpoint.save(path, content))
         if content["env"] is None and content["collector"]:
             self.tell(
                 f"{type(self.env).__name__} cannot save its state: a resumed run will start new episodes there.",
                 once=True,
             )
         return path
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            **self._learning_state(),
+            "env": self.env.state_dict(),
+            "rng": checkpoint.rng_state(),
+            "iteration": self.iteration,
+            "total_steps": self.total_steps,
+            "num_evaluations": self.num_evaluations,
+            "config": self.config,
+        }
 
     def _learning_state(self) -> dict[str, Any]:
         return {
@@ -348,7 +387,7 @@ class Trainer:
             CheckpointError: when a part of it cannot be used; policy, algorithm and collector then stay as they were.
         """
         path = self._checkpoint_path(name)
-        content = checkpoint.load(path)
+        content = checkpoint.of_rank(checkpoint.load(path), distributed.rank(), distributed.world_size(), path)
         with self.collector.quiet():
             before = copy.deepcopy(self._learning_state())
             try:
@@ -360,20 +399,29 @@ class Trainer:
                 raise
             self.iteration, self.total_steps = content["iteration"], content["total_steps"]
             self.num_evaluations = content["num_evaluations"]
-            checkpoint.set_rng_state(content["rng"])
+            if content["rng"] is None:
+                distributed.seed_apart(self.cfg.seed + self.total_steps)
+            else:
+                checkpoint.set_rng_state(content["rng"])
         if path.parent == self.save_dir and path.name == checkpoint.checkpoint_name(self.iteration):
             self._saved_iteration = self.iteration
 
     def _restore(self, content: Mapping[str, Any], path: Path, old_collector: Mapping[str, Any]) -> None:
         """Restore the parts, the environments last: what they were before could not be brought back."""
-        with checkpoint.restoring("rng", path), checkpoint.kept_rng_state():
-            checkpoint.set_rng_state(content["rng"])
+        is_changed = content[checkpoint.CHANGED]
+        if content["rng"] is not None:
+            with checkpoint.restoring("rng", path), checkpoint.kept_rng_state():
+                checkpoint.set_rng_state(content["rng"])
         checkpoint.load_module(self.policy, content["policy"], path)
         with checkpoint.restoring("algorithm", path):
-            self.algorithm.load_state_dict(content["algorithm"])
-        with checkpoint.restoring("collector", path):
-            self.collector.load_state_dict(content["collector"])
+            state = content["algorithm"]
+            self.algorithm.load_state_dict(self.algorithm.without_own_state(state) if is_changed else state)
+        if not is_changed:
+            with checkpoint.restoring("collector", path):
+                self.collector.load_state_dict(content["collector"])
         try:
+            if is_changed:
+                raise EnvStateError(is_changed)
             if content["env"] is None:
                 raise EnvStateError("the checkpoint holds no environment state")
             with checkpoint.restoring("env", path):
@@ -381,7 +429,8 @@ class Trainer:
         except EnvStateError as error:
             self.tell(f"New episodes start, so this run will differ from an uninterrupted one: {error}")
             self.collector.load_state_dict(old_collector)
-            self.collector.restart(self.cfg.seed + content["total_steps"])  # not the first episodes over again
+            # Not the first episodes over again.
+            self.collector.restart(env_seed(self.cfg.seed, self.env.num_envs) + content["total_steps"])
 
     def _save_once(self) -> None:
         """Save the numbered checkpoint of this iteration, unless that was done, and delete old ones."""
@@ -389,7 +438,7 @@ class Trainer:
             return
         self.save_checkpoint()
         self._saved_iteration = self.iteration
-        if self.cfg.keep_checkpoints:
+        if self.cfg.keep_checkpoints and distributed.is_first():
             for path in checkpoint.numbered(self.save_dir, self.iteration)[: -self.cfg.keep_checkpoints]:
                 path.unlink()
 
@@ -398,9 +447,18 @@ class Trainer:
         if not self._between_steps:
             return
         try:
-            self._save_once()
+            if distributed.world_size() == 1:
+                self._save_once()
+            elif distributed.is_first() and self.save_dir is not None and self._saved_iteration != self.iteration:
+                self._save_alone(self.save_dir)
         except Exception as error:
             self.tell(f"No checkpoint could be saved at iteration {self.iteration}: {error} {self._last_good()}")
+
+    def _save_alone(self, save_dir: Path) -> None:
+        """Save without the states of the other processes, which may be gone; whoever resumes starts new episodes."""
+        with self.collector.quiet():
+            content = {**self._content(), "env": None, checkpoint.PEERS: [None] * (distributed.world_size() - 1)}
+            checkpoint.save(save_dir / checkpoint.checkpoint_name(self.iteration), content)
 
     def _checkpoint_path(self, name: str | Path) -> Path:
         path = Path(name)
@@ -418,7 +476,7 @@ class Trainer:
 
     def tell(self, text: str, once: bool = False) -> None:
         """Show a line to the user, on the console or else as a warning; with ``once`` only the first time."""
-        if once and text in self._told:
+        if (once and text in self._told) or not distributed.is_first():
             return
         self._told.add(text)
         for logger in self.loggers:
@@ -440,6 +498,10 @@ def _is_finite(obs: Observation) -> Tensor:
     return torch.stack([leaf.isfinite().all() for leaf in leaves(obs).values()]).all()
 
 
+def _count_known(values: Tensor) -> Tensor:
+    return (~values.isnan()).sum()
+
+
 def _known(values: Mapping[str, float]) -> dict[str, float]:
     """Leave out what is not known in this iteration, such as the return when no episode ended."""
     return {name: value for name, value in values.items() if not math.isnan(value)}
@@ -448,7 +510,7 @@ def _known(values: Mapping[str, float]) -> dict[str, float]:
 def _time_metrics(num_steps: int, seconds: Mapping[str, float]) -> dict[str, float]:
     total = seconds["rollout"] + seconds["update"]
     return {
-        "time/fps": num_steps / total,
+        **({"time/fps": num_steps / total} if num_steps else {}),
         "time/rollout_share": seconds["rollout"] / total,
         "time/update_share": seconds["update"] / total,
     }

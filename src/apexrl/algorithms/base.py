@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from apexrl import distributed
 from apexrl.errors import ConfigError, DivergenceError, did_you_mean
 from apexrl.optim import FlatAdam
 from apexrl.policies.base import Policy
@@ -27,6 +28,10 @@ class BaseAlgorithm(ABC):
     """Whether batches must come from the current policy."""
     policies: ClassVar[Mapping[str, type[Policy]]] = {}
     """Policy of each ``policy.kind`` that the algorithm can train."""
+    shared_fields: ClassVar[Mapping[str, Callable[[int, str], int]] | None] = None
+    """Fields of the configuration that several processes split, and how; None: it learns in one process only."""
+    own_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of ``state_dict`` whose values differ between processes that learn together."""
 
     def __init__(self, policy: Policy, num_steps: int = 32) -> None:
         self.policy = policy
@@ -67,6 +72,10 @@ class BaseAlgorithm(ABC):
         """Continue from ``state_dict``."""
         return
 
+    def without_own_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a ``state_dict`` without what is of no use to another number of processes than wrote it."""
+        return state
+
     def check_batch(self, batch: TensorDict) -> None:
         """Raise when the batch lacks a key that ``update`` reads."""
         missing = self.required_keys - set(batch.keys())
@@ -84,34 +93,40 @@ class BaseAlgorithm(ABC):
             DivergenceError: names the first tensor that is not finite, in the order in which data flows.
         """
         if metrics.get("nonfinite", 0.0) > 0:
-            raise DivergenceError(self._report(batch))
+            # What is not finite in one process is soon so in all: the nearest to the cause reports.
+            _, report = min(distributed.gather(self._report(batch)), key=lambda found: found[0])
+            raise DivergenceError(report)
 
-    def _report(self, batch: TensorDict) -> str:
+    def _report(self, batch: TensorDict) -> tuple[int, str]:
+        """Return how far down the flow of data the first tensor that is not finite lies, and a text that names it."""
         for name, parameter in self.policy.named_parameters():
             if not parameter.isfinite().all():
-                return f"Training diverged: parameter '{name}' was not finite before the update. Load a checkpoint."
+                return 0, f"Training diverged: parameter '{name}' was not finite before the update. Load a checkpoint."
         order = [OBSERVATION, ACTION, REWARD, SAMPLE_LOG_PROB]
         names = [str(key) for key in batch.keys()]  # noqa: SIM118
         keys = sorted(names, key=lambda key: (order.index(key) if key in order else len(order), key))
-        for key in keys:
+        for place, key in enumerate(keys, 1):
             # A metric may be missing at a step: NaN means just that there.
             if key not in ("metric", "log"):
                 for name, tensor in _tensors(key, batch[key]):
                     bad = ~tensor.isfinite()
                     if bad.any():
                         first = bad.nonzero()[0].tolist()
-                        return (
+                        env = first[1] + distributed.rank() * batch.shape[1]
+                        return place, (
                             f"Training diverged: '{name}' of the rollout is not finite at {int(bad.sum())} of "
-                            f"{bad.numel()} places, first at step {first[0]}, environment {first[1]}. "
+                            f"{bad.numel()} places, first at step {first[0]}, environment {env}. "
                             "The environment or the policy produced it; see docs/troubleshooting.md."
                         )
         for name, parameter in self.policy.named_parameters():
             if parameter.grad is not None and not parameter.grad.isfinite().all():
-                return (
+                return len(keys) + 1, (
                     f"Training diverged: the gradient of '{name}' is not finite, though the rollout is. "
                     "Lower algo.learning_rate, or normalise observations and rewards."
                 )
-        return "Training diverged: the loss was not finite. Lower algo.learning_rate, or normalise rewards."
+        return len(
+            keys
+        ) + 2, "Training diverged: the loss was not finite. Lower algo.learning_rate, or normalise rewards."
 
 
 def find_device() -> torch.device:
@@ -140,8 +155,12 @@ class Progress:
         self.sums[-1:].add_(taken)
 
     @torch.no_grad()
-    def apply(self, optimizer: FlatAdam, loss: Tensor, gradient: Tensor) -> Tensor:
-        """Step, unless this or an earlier gradient was not finite; returns the gradient's norm."""
+    def apply(self, optimizer: FlatAdam, loss: Tensor, gradient: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+        """Step, unless this or an earlier gradient was not finite; returns the gradient's norm.
+
+        Several processes step together, by the mean of their gradients with the sums of these weights.
+        """
+        loss, gradient = distributed.mean(loss, gradient, weight=weight)
         norm: Tensor = gradient.norm()
         self.nonfinite.copy_(torch.max(self.nonfinite, ~(loss + norm).isfinite()))
         optimizer.step(gradient, norm, self.nonfinite)

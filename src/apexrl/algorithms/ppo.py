@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from apexrl import distributed
 from apexrl.algorithms.base import BaseAlgorithm, Progress, check_types, find_device
 from apexrl.buffers import bounds
 from apexrl.envs import as_vec_env
@@ -137,6 +138,8 @@ class PPO(BaseAlgorithm):
     """
 
     policies: ClassVar[Mapping[str, type[Policy]]] = {"mlp": ActorCritic, "gru": RecurrentActorCritic}
+    shared_fields: ClassVar[Mapping[str, Callable[[int, str], int]] | None] = {}
+    own_keys = ("reward_scaler",)
     required_keys = frozenset(
         {OBSERVATION, ACTION, REWARD, TERMINATED, TRUNCATED, DONE, VALUE, NEXT_VALUE, SAMPLE_LOG_PROB}
     )
@@ -227,7 +230,9 @@ class PPO(BaseAlgorithm):
         return {
             **progress.means(),
             "learning_rate": self.optimizer.learning_rate.clone(),
-            "explained_variance": explained_variance(self._batch[VALUE], self._batch[RETURN]),
+            "explained_variance": explained_variance(
+                distributed.whole(self._batch[VALUE]), distributed.whole(self._batch[RETURN])
+            ),
             "skipped": progress.stop.clone(),
             "nonfinite": progress.nonfinite.clone(),
         }
@@ -270,7 +275,7 @@ class PPO(BaseAlgorithm):
             lam=self.cfg.lam,
         )
         if self.cfg.normalize_advantage == "batch":
-            advantage = normalize(advantage)
+            advantage = _normalize(advantage)
         batch[ADVANTAGE].copy_(advantage)
         batch[RETURN].copy_(target)
 
@@ -280,7 +285,7 @@ class PPO(BaseAlgorithm):
         log_prob, entropy, value = evaluation
         advantage = batch[ADVANTAGE]
         if cfg.normalize_advantage == "minibatch":
-            advantage = normalize(advantage)
+            advantage = _normalize(advantage)
         log_ratio = log_prob - batch[SAMPLE_LOG_PROB]
         ratio = log_ratio.exp()
         policy_term = clipped_surrogate(ratio, advantage, cfg.clip)
@@ -320,7 +325,7 @@ class PPO(BaseAlgorithm):
     def _step(self, minibatch: Mapping[str, Any]) -> None:
         """Take one optimizer step, unless the update was stopped before or this step is not finite."""
         progress = self._progress
-        loss, metrics, gradient = self._gradient(minibatch)
+        loss, metrics, gradient = distributed.mean(*self._gradient(minibatch))
         with torch.no_grad():
             gradient_norm, kl = gradient.norm(), metrics[METRICS.index("approx_kl")]
             if self.cfg.target_kl is not None:
@@ -358,3 +363,8 @@ class PPO(BaseAlgorithm):
             self.reward_scaler.running = state["reward_scaler"]["running"].to(self.policy.device, copy=True)
             self.reward_scaler.load_state_dict(state["reward_scaler"])
             self._captured_advantage.forget()
+
+
+def _normalize(advantage: Tensor) -> Tensor:
+    """Bring advantages to mean 0 and standard deviation 1 over all that learn together."""
+    return distributed.own_part(normalize(distributed.whole(advantage)))

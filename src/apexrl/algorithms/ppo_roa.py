@@ -213,7 +213,7 @@ class PPOROA(PPO):
             return (weight * error).sum() / weight.sum().clamp(min=1.0), guess.detach()
 
         loss, guess, gradient = self.adapt_optimizer.gradient_at(adapt_loss, functional=functional)
-        self._progress.apply(self.adapt_optimizer, loss, gradient)
+        self._progress.apply(self.adapt_optimizer, loss, gradient, weight=weight)
         imitation = torch.zeros_like(loss)
         if self.student_optimizer is not None:
             with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from apexrl import distributed
 from apexrl.algorithms.base import BaseAlgorithm, Progress, check_types
 from apexrl.buffers import bounds
 from apexrl.errors import ConfigError
@@ -20,7 +21,7 @@ from apexrl.functional.rloo import group_std, leave_one_out, reverse_kl, surroga
 from apexrl.graphs import Acceleration
 from apexrl.optim import FlatAdam
 from apexrl.policies import ActorCritic, Policy
-from apexrl.policies.vla import PI0_CFG_Adapter, VLAPolicy
+from apexrl.policies.vla import VALID_STEPS, PI0_CFG_Adapter, VLAPolicy
 from apexrl.types import (
     ACTION,
     ADVANTAGE,
@@ -34,6 +35,8 @@ from apexrl.types import (
 )
 
 REFERENCE_LOG_PROB = "reference_log_prob"
+CONTROL_STEPS = "control_steps"
+"""Metric of a suite: the actions of a chunk that were really taken."""
 ROWS_WITHOUT_GRADIENT = 4096
 """Samples that are evaluated at once where no gradient is needed and ``micro_batch_size`` says nothing."""
 
@@ -162,6 +165,10 @@ class RLOO(BaseAlgorithm):
         acceleration: precision, and whether the policy's evaluation is compiled.
     """
 
+    shared_fields: ClassVar[Mapping[str, Callable[[int, str], int]] | None] = {
+        "num_groups": distributed.share,
+        "minibatch_size": distributed.share_rounded,
+    }
     policies: ClassVar[Mapping[str, type[Policy]]] = {"vla": VLAPolicy, "mlp": ActorCritic}
     required_keys = frozenset({OBSERVATION, ACTION, REWARD, SAMPLE_LOG_PROB, VALID, GROUP})
 
@@ -197,12 +204,13 @@ class RLOO(BaseAlgorithm):
         progress = self._progress
         progress.restart()
         returns, advantage = self._episodes(rollout)
-        success = self._success(rollout, returns)
+        counts = advantage != 0
+        success, mixed = distributed.mean(self._success(rollout, returns), counts.float().mean(), weight=len(counts))
         # The one read of an update, besides the number of valid chunks.
-        success_rate, has_signal = torch.stack((success, (advantage != 0).any().to(success.dtype))).tolist()
+        success_rate, has_signal = torch.stack((success, (mixed > 0).to(success.dtype))).tolist()
         collapsed = self.guard is not None and self.guard.check(success_rate)
         # Without a mixed group only the optimizer's momentum would move the weights.
-        needless = not has_signal and self._flow is None and not (self.cfg.kl_coef or self.cfg.entropy_coef)
+        needless = not has_signal and not (self.cfg.kl_coef or self.cfg.entropy_coef)
         if not collapsed and not needless:
             self._learn(self._samples(rollout, advantage))
         here = self.policy.device
@@ -213,9 +221,10 @@ class RLOO(BaseAlgorithm):
         return {
             **metrics,
             "success": success.to(here),
-            "mixed": (advantage != 0).float().mean().to(here),
+            "mixed": mixed.to(here),
             "collapsed": torch.tensor(float(collapsed), device=here),
             "learning_rate": self.optimizer.learning_rate.clone(),
+            "updates": progress.sums[-1].clone(),
             "skipped": progress.stop.clone(),
             "nonfinite": progress.nonfinite.clone(),
         }
@@ -226,11 +235,17 @@ class RLOO(BaseAlgorithm):
         cfg = self.cfg
         returns = torch.where(batch[VALID], batch[REWARD], 0.0).sum(0).squeeze(-1)
         group = batch[GROUP][0].squeeze(-1)
-        advantage = leave_one_out(returns, group if cfg.baseline == "group" else torch.zeros_like(group))
+        if cfg.baseline == "group":
+            advantage = leave_one_out(returns, group)
+        else:
+            everyone, own = distributed.concatenated(returns)
+            advantage = leave_one_out(everyone, torch.zeros_like(everyone, dtype=group.dtype))[own]
         if cfg.normalize_advantage == "group":
             advantage = advantage / (group_std(returns, group) + 1e-6)
-        elif cfg.normalize_advantage == "batch" and len(advantage) > 1:
-            advantage = advantage / (advantage.std() + 1e-6)
+        elif cfg.normalize_advantage == "batch":
+            everyone, own = distributed.concatenated(advantage)
+            if len(everyone) > 1:
+                advantage = advantage / (everyone.std() + 1e-6)
         return returns, advantage
 
     @staticmethod
@@ -249,6 +264,9 @@ class RLOO(BaseAlgorithm):
         rows = batch[VALID].squeeze(-1).nonzero(as_tuple=True)
         samples: TensorDict = batch.select(OBSERVATION, ACTION, SAMPLE_LOG_PROB, *self.extra_keys)[rows]
         samples[ADVANTAGE] = advantage[rows[1]].unsqueeze(-1)
+        if self._flow is not None and METRIC in batch and CONTROL_STEPS in batch[METRIC].keys():  # noqa: SIM118
+            # A chunk that reached the goal was cut there: what would have come after was never tried.
+            samples[VALID_STEPS] = batch[METRIC][CONTROL_STEPS][rows].long()
         if self._flow is None and self.acceleration.precision == "bf16":
             # Acting was more exact: the ratio must begin at 1, not at exp(rounding of a whole chunk).
             samples[SAMPLE_LOG_PROB] = self._log_probs(self._evaluate, samples)
@@ -267,17 +285,18 @@ class RLOO(BaseAlgorithm):
         """Run the epochs over flat samples ``[B]``."""
         cfg, count = self.cfg, samples.shape[0]
         wanted = cfg.num_minibatches if cfg.minibatch_size is None else math.ceil(count / cfg.minibatch_size)
+        num_parts = distributed.most(min(wanted, count))
         self.policy.train()
         for _ in range(cfg.num_epochs):
             order = torch.randperm(count, device=samples[ADVANTAGE].device)
-            for start, end in bounds(count, min(wanted, count)):
+            for start, end in bounds(count, num_parts):
                 self._step(samples, order[start:end])
         self.policy.eval()
 
     def _step(self, samples: TensorDict, rows: Tensor) -> None:
         """Take one optimizer step, unless the update was stopped before or this step is not finite."""
         progress = self._progress
-        metrics, gradient = self._gradient(samples, rows)
+        metrics, gradient = distributed.mean(*self._gradient(samples, rows), weight=len(rows))
         with torch.no_grad():
             norm = gradient.norm()
             if self.cfg.target_kl is not None:
@@ -291,6 +310,8 @@ class RLOO(BaseAlgorithm):
     def _gradient(self, samples: TensorDict, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return metrics and flat gradient of the mean loss over some rows, a micro-batch at a time."""
         metrics, gradient = [], torch.zeros_like(self.optimizer.flat)
+        if not len(rows):  # this process has fewer samples than others have minibatches
+            return torch.zeros(len(METRICS) - 1, device=gradient.device), gradient
         for part in rows.split(self.cfg.micro_batch_size or len(rows)):
             share = len(part) / len(rows)
             loss, found = self._loss(dict(samples[part].to(self.policy.device).items()))
@@ -312,7 +333,8 @@ class RLOO(BaseAlgorithm):
         entropy_term = -entropy.mean()
         start_kl = torch.zeros_like(policy_term)
         if self.reference is not None:
-            start_kl = reverse_kl(log_prob, batch[REFERENCE_LOG_PROB]).mean()
+            # Weighted by the ratio, so that its gradient is that of the divergence under the policy as it is now.
+            start_kl = (log_ratio.exp() * reverse_kl(log_prob, batch[REFERENCE_LOG_PROB])).mean()
         loss = policy_term + cfg.entropy_coef * entropy_term + cfg.kl_coef * start_kl
         with torch.no_grad():
             ratio = log_ratio.exp()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from apexrl import distributed
 from apexrl.algorithms.base import BaseAlgorithm, Progress, check_types, find_device
 from apexrl.buffers import ReplayBuffer
 from apexrl.envs import as_vec_env
@@ -138,6 +139,12 @@ class SAC(BaseAlgorithm):
 
     required_keys = ReplayBuffer.required_keys
     on_policy = False
+    own_keys = ("replay",)
+    shared_fields: ClassVar[Mapping[str, Callable[[int, str], int]] | None] = {
+        "batch_size": distributed.share,
+        "learning_starts": distributed.share_rounded,
+        "replay_capacity": distributed.share_rounded,
+    }
     policies: ClassVar[Mapping[str, type[Policy]]] = {"mlp": SACPolicy}
 
     def __init__(
@@ -231,9 +238,9 @@ class SAC(BaseAlgorithm):
         progress.restart()
         actor_progress.restart()
         # Noticed now, not when it happens to be drawn: the report can still name what is not finite.
-        progress.nonfinite.copy_(_is_nonfinite(rollout))
+        progress.nonfinite.copy_(distributed.anywhere(_is_nonfinite(rollout)))
         if len(self.replay) >= max(self.cfg.learning_starts, 1):
-            self._due += self.cfg.utd_ratio * rollout.numel()
+            self._due += self.cfg.utd_ratio * rollout.numel() * distributed.world_size()
             self.policy.train()
             while self._due >= 1.0:
                 self._due -= 1.0
@@ -296,7 +303,7 @@ class SAC(BaseAlgorithm):
         nonfinite = self._progress.nonfinite
         with torch.no_grad():
             if self.cfg.learn_temperature:
-                gradient = temperature_gradient(log_prob, self.target_entropy)
+                (gradient,) = distributed.mean(temperature_gradient(log_prob, self.target_entropy))
                 self.optimizers["temperature"].step(gradient, gradient.norm(), nonfinite)
             metrics = torch.stack((loss.detach(), temperature.squeeze(0), -log_prob.mean(), norm))
             self._actor_progress.add(metrics, taken=nonfinite == 0)
@@ -358,6 +365,10 @@ class SAC(BaseAlgorithm):
             "replay": self.replay.state_dict() if self.cfg.save_replay else {},
             "config": asdict(self.cfg),
         }
+
+    def without_own_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Leave out the replay buffer, which holds the steps of one process."""
+        return {**state, "replay": {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""

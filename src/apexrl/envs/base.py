@@ -47,6 +47,8 @@ class VecEnv(ABC):
 
     task_names: Sequence[str] = ()
     """When there are several tasks; a metric ``task_id`` then numbers them."""
+    video_fps: float = 30.0
+    """Pictures a second of a video that shows one a step."""
 
     @property
     def num_distinct_episodes(self) -> int | None:

@@ -17,13 +17,12 @@ from apexrl.envs.base import VecEnv
 from apexrl.envs.gymnasium import as_observation, step_to_device
 from apexrl.envs.mujoco_simulation import draw_without_display
 from apexrl.envs.suite_workers import Progress, SuiteWorkers
-from apexrl.envs.suites.base import InitState, Split, TaskSuite
+from apexrl.envs.suites.base import INSTRUCTION_BYTES, InitState, Split, TaskSuite, encode_instruction
 from apexrl.errors import ConfigError, EnvError, EnvStateError
 from apexrl.metrics import MetricSpec
 from apexrl.types import INSTRUCTION_KEY, EnvStep, Observation
 
-INSTRUCTION_BYTES = 96
-"""Length of the group ``instruction``."""
+__all__ = ["INSTRUCTION_BYTES", "SuiteVecEnv", "encode_instruction"]
 
 _METRICS = {
     spec.name: spec
@@ -35,18 +34,6 @@ _METRICS = {
         MetricSpec("lost", "max", "rollout"),
     )
 }
-
-
-def encode_instruction(text: str) -> NDArray[np.uint8]:
-    """Return an instruction as UTF-8 bytes, padded with zeros to ``INSTRUCTION_BYTES``.
-
-    Raises:
-        ConfigError: when it is longer.
-    """
-    data = text.encode()
-    if len(data) > INSTRUCTION_BYTES:
-        raise ConfigError(f"The instruction '{text}' takes {len(data)} bytes, at most {INSTRUCTION_BYTES} are read.")
-    return np.frombuffer(data.ljust(INSTRUCTION_BYTES, b"\0"), np.uint8)
 
 
 class SuiteVecEnv(VecEnv):
@@ -106,6 +93,7 @@ class SuiteVecEnv(VecEnv):
         self.horizon = max_steps or suite.horizon
         """Control steps after which an episode is truncated."""
         self.max_episode_steps = -(-self.horizon // chunk)
+        self.video_fps = max(2.0, suite.control_hz / chunk)
         self._options: dict[str, Any] = {
             "chunk": chunk,
             "num_workers": num_workers,

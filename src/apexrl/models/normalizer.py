@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from apexrl import distributed
 from apexrl.functional import discounted_sum
 from apexrl.models.encoder import is_picture, leaf_spaces, leaves, map_leaves
 from apexrl.types import Observation
@@ -40,14 +41,14 @@ class RunningNormalizer(nn.Module):
 
     @torch.no_grad()
     def update(self, x: Tensor, apply: Tensor | None = None) -> None:
-        """Merge samples ``[..., *shape]``; where ``apply`` (a 0-d bool) is false nothing changes."""
+        """Merge samples ``[..., *shape]`` of all processes; where ``apply`` (a 0-d bool) is false nothing changes."""
         x = x.reshape(-1, *self.mean.shape).double()
-        mean, var = x.mean(0), x.var(0, unbiased=False)
-        total = self.count + len(x)
+        n, mean, var = distributed.merged_moments(len(x), x.mean(0), x.var(0, unbiased=False))
+        total = self.count + n
         delta = mean - self.mean
         new = {
-            "mean": self.mean + delta * (len(x) / total),
-            "var": (self.count * self.var + len(x) * var + delta.square() * (self.count * len(x) / total)) / total,
+            "mean": self.mean + delta * (n / total),
+            "var": (self.count * self.var + n * var + delta.square() * (self.count * n / total)) / total,
             "count": total,
         }
         for name, value in new.items():

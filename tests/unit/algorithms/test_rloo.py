@@ -336,7 +336,11 @@ def test_the_weighted_flow_learns_what_did_better(monkeypatch: pytest.MonkeyPatc
     cfg = RLOOConfig(loss="weighted_flow", num_epochs=20, num_minibatches=1, learning_rate=3e-3)
     algorithm = RLOO(policy=policy, cfg=cfg)
     batch = sample(policy)
-    batch["action"].fill_(0.8)  # what can be learned
+    # What did better than the mean of its group of eight moved to 0.8, everything else to -0.8.
+    success = torch.where(batch["valid"], batch["reward"], 0.0).sum(0).reshape(-1, 8)
+    better = (success > success.mean(1, keepdim=True)).reshape(1, -1, 1)
+    assert 0.05 < better.float().mean().item() < 0.6
+    batch["action"] = torch.where(better.expand_as(batch["action"]), 0.8, -0.8)
     given: list[Tensor] = []
     assert algorithm._flow is not None
     compute = algorithm._flow.compute_weighted_loss
@@ -351,6 +355,9 @@ def test_the_weighted_flow_learns_what_did_better(monkeypatch: pytest.MonkeyPatc
     assert len(given) == 40
     assert given[0].shape == (int(batch["valid"].sum()), 1)
     assert given[0].unique().numel() > 2
+    with torch.no_grad():
+        action = policy(batch["observation"], deterministic=True).action
+    assert action.mean().item() > 0.5
 
 
 def test_the_weighted_flow_needs_a_flow() -> None:

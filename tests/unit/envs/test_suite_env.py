@@ -516,10 +516,10 @@ def test_a_suite_that_does_not_arrive_in_the_worker_says_why() -> None:
 
 def test_processes_start_when_they_are_needed_and_never_after_closing(make: Make) -> None:
     env = make(PointSuite(), 2, num_workers=1)
-    assert env._started is None
+    assert not vars(env)["_started"]
     assert (env.created, env.seconds_creating, env.replaced) == (0, 0.0, 0)
     env.reset()
-    assert env._started is not None
+    assert vars(env)["_started"]
     unused = make(PointSuite(), 2, num_workers=1)
     unused.close()
     with pytest.raises(EnvError, match="closed"):

@@ -10,7 +10,25 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from apexrl.errors import ConfigError
+
 Split = Literal["train", "val"]
+INSTRUCTION_BYTES = 96
+"""How long an instruction is in an observation: UTF-8, padded with zeros."""
+
+
+def encode_instruction(text: str) -> NDArray[np.uint8]:
+    """Return an instruction as observations hold it, padded with zeros to ``INSTRUCTION_BYTES``.
+
+    Raises:
+        ConfigError: when it is longer.
+    """
+    data = text.encode()
+    if len(data) > INSTRUCTION_BYTES:
+        raise ConfigError(
+            f"An instruction may have {INSTRUCTION_BYTES} bytes, got {len(data)} bytes: '{text}'. Shorten it."
+        )
+    return np.frombuffer(data.ljust(INSTRUCTION_BYTES, b"\0"), np.uint8)
 
 
 class InitState(NamedTuple):
@@ -71,6 +89,8 @@ class TaskSuite(ABC):
     """Group ``state`` (float32 vector), and one uint8 ``[H, W, 3]`` group for each camera."""
     action_space: gym.spaces.Box
     """Of one control step."""
+    control_hz: float = 20.0
+    """Control steps in a second of the simulated world."""
     renders: bool = False
     """Whether observations hold pictures: then every simulator needs a process of its own."""
 

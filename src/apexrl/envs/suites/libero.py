@@ -25,8 +25,9 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
-from apexrl.envs.mujoco_simulation import MUJOCO_HINT, draw_without_display
+from apexrl.envs.mujoco_simulation import draw_without_display
 from apexrl.envs.suites.base import Simulator, Split, TaskSuite
+from apexrl.envs.suites.painting import Painter
 from apexrl.errors import ConfigError, EnvError, EnvStateError, did_you_mean
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
@@ -93,6 +94,7 @@ class LiberoSuite(TaskSuite):
     """
 
     action_space = gym.spaces.Box(-1, 1, (7,), np.float32)
+    control_hz = 20.0
 
     def __init__(
         self,
@@ -179,7 +181,7 @@ class LiberoSimulator(Simulator):
         self, bddl_file: str, assets: str, cameras: Sequence[str], image_size: int, rendering: Rendering
     ) -> None:
         self._cameras, self._image_size, self._rendering = tuple(cameras), image_size, rendering
-        self._painter: _Painter | None = None
+        self._painter: Painter | None = None
         self._task = _make_task(bddl_file, assets)
         # robosuite would read every sensor at every substep; we read the eight numbers that are wanted.
         self._task._observables = {}
@@ -286,8 +288,15 @@ class LiberoSimulator(Simulator):
         self._mujoco.mj_comPos(self._model, self._data)
         self._mujoco.mj_camlight(self._model, self._data)
 
-    def _make_painter(self) -> _Painter:
-        return _Painter(self._model, self._data, max(self._image_size, PICTURE_SIZE), self._rendering)
+    def _make_painter(self) -> Painter:
+        # Not robosuite's: a second one in the process would take over the pictures of the first.
+        return Painter(
+            self._model,
+            self._data,
+            max(self._image_size, PICTURE_SIZE),
+            fast=self._rendering == "fast",
+            hidden_groups=(0,),  # shapes for collisions
+        )
 
     def close(self) -> None:
         """Free the simulation and its graphics context; a second call does nothing."""
@@ -297,55 +306,6 @@ class LiberoSimulator(Simulator):
         if self._task is not None:
             self._task.close()
             self._task = self._robot = self._model = self._data = None
-
-
-class _Painter:
-    """Draws one simulation, in a graphics context of its own that it makes current for every picture.
-
-    robosuite's renderer does not, so that a second one in the process takes over the pictures of the first.
-    """
-
-    def __init__(self, model: Any, data: Any, size: int, rendering: Rendering) -> None:
-        self._mujoco = mujoco = importlib.import_module("mujoco")
-        self._model, self._data = model, data
-        model.vis.global_.offwidth = model.vis.global_.offheight = size
-        if rendering == "fast":
-            model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
-        backend = os.environ.get("MUJOCO_GL") or "egl"
-        try:
-            self._gl = importlib.import_module(f"mujoco.{backend}").GLContext(size, size)
-            self._gl.make_current()
-            self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
-        except Exception as error:
-            raise EnvError(f"No picture can be drawn with MUJOCO_GL={backend} ({error}). {MUJOCO_HINT}") from error
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
-        self._scene = mujoco.MjvScene(model, maxgeom=2000)
-        if rendering == "fast":
-            self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = False
-            self._scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = False
-        self._option, self._perturb = mujoco.MjvOption(), mujoco.MjvPerturb()
-        self._option.geomgroup[0] = 0  # shapes for collisions
-        self._view = mujoco.MjvCamera()
-        self._view.type = mujoco.mjtCamera.mjCAMERA_FIXED
-
-    def draw(self, camera: str, size: int) -> NDArray[np.uint8]:
-        """Draw what a camera sees, ``[size, size, 3]``, the first row on top."""
-        mujoco = self._mujoco
-        self._gl.make_current()
-        self._view.fixedcamid = self._model.camera(camera).id
-        every, rectangle = mujoco.mjtCatBit.mjCAT_ALL, mujoco.MjrRect(0, 0, size, size)
-        mujoco.mjv_updateScene(self._model, self._data, self._option, self._perturb, self._view, every, self._scene)
-        mujoco.mjr_render(rectangle, self._scene, self._context)
-        pixels = np.empty((size, size, 3), np.uint8)
-        mujoco.mjr_readPixels(pixels, None, rectangle, self._context)
-        return np.ascontiguousarray(pixels[::-1])
-
-    def close(self) -> None:
-        """Free the graphics context."""
-        self._gl.make_current()
-        self._context.free()
-        self._gl.free()
-        self._model = self._data = None
 
 
 def _axis_angle(quaternion: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import os
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,9 +14,10 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from apexrl.envs.mujoco_simulation import MUJOCO_HINT, draw_without_display
+from apexrl.envs.mujoco_simulation import draw_without_display
 from apexrl.envs.suites.base import Simulator, Split, TaskSuite
 from apexrl.envs.suites.instructions import INSTRUCTIONS, MT10
+from apexrl.envs.suites.painting import Painter
 from apexrl.errors import ConfigError, EnvError, did_you_mean
 
 TASK_NAMES: tuple[str, ...] = tuple(INSTRUCTIONS)
@@ -55,7 +55,7 @@ class MetaWorldSimulator(Simulator):
         self._mujoco: Any = importlib.import_module("mujoco")
         self._cameras, self._image_size = tuple(cameras), image_size
         self._num_observed = 2 * _FRAME + 3 if privileged else _OBJECT
-        self._painter: _Painter | None = None
+        self._painter: Painter | None = None
         self._expert = experts.ENV_POLICY_MAP[task_name]()
         env = self._env = environments.ALL_V3_ENVIRONMENTS[task_name]()
         env._partially_observable, env._set_task_called, env.seeded_rand_vec = False, True, True
@@ -197,53 +197,8 @@ class MetaWorldSimulator(Simulator):
 
     def _draw(self, camera: str, size: int) -> NDArray[np.uint8]:
         if self._painter is None:
-            self._painter = _Painter(self._model, self._data, max(self._image_size, PICTURE_SIZE))
-        return self._painter.draw(camera, size)
-
-
-class _Painter:
-    """Draws one simulation with fast settings, in a graphics context of its own.
-
-    Shadows, antialiasing and mirrors make software rendering several times slower.
-    """
-
-    def __init__(self, model: Any, data: Any, max_size: int) -> None:
-        self._mujoco = mujoco = importlib.import_module("mujoco")
-        self._model, self._data = model, data
-        model.vis.global_.offwidth = model.vis.global_.offheight = max_size
-        model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
-        backend = os.environ.get("MUJOCO_GL") or "egl"
-        try:
-            self._gl = importlib.import_module(f"mujoco.{backend}").GLContext(max_size, max_size)
-            self._gl.make_current()
-            self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
-        except Exception as error:
-            raise EnvError(f"No picture can be drawn with MUJOCO_GL={backend} ({error}). {MUJOCO_HINT}") from error
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
-        self._scene = mujoco.MjvScene(model, maxgeom=2000)
-        for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
-            self._scene.flags[flag] = False
-        self._option, self._perturb, self._view = mujoco.MjvOption(), mujoco.MjvPerturb(), mujoco.MjvCamera()
-        self._view.type = mujoco.mjtCamera.mjCAMERA_FIXED
-
-    def draw(self, camera: str, size: int) -> NDArray[np.uint8]:
-        """Draw what a camera sees, ``[size, size, 3]``, upright."""
-        mujoco = self._mujoco
-        self._gl.make_current()
-        self._view.fixedcamid = self._model.camera(camera).id
-        every, rectangle = mujoco.mjtCatBit.mjCAT_ALL, mujoco.MjrRect(0, 0, size, size)
-        mujoco.mjv_updateScene(self._model, self._data, self._option, self._perturb, self._view, every, self._scene)
-        mujoco.mjr_render(rectangle, self._scene, self._context)
-        pixels = np.empty((size, size, 3), np.uint8)
-        mujoco.mjr_readPixels(pixels, None, rectangle, self._context)
-        # Rows come from the bottom up. The cameras in the corners hang upside down, so theirs are mirrored instead.
-        return np.ascontiguousarray(pixels[:, ::-1] if camera.startswith("corner") else pixels[::-1])
-
-    def close(self) -> None:
-        """Free the graphics context."""
-        self._gl.make_current()
-        self._context.free()
-        self._gl.free()
+            self._painter = Painter(self._model, self._data, max(self._image_size, PICTURE_SIZE))
+        return self._painter.draw(camera, size, upside_down=camera.startswith("corner"))
 
 
 class MetaWorldSuite(TaskSuite):
@@ -263,6 +218,8 @@ class MetaWorldSuite(TaskSuite):
         ConfigError: for an unknown task or camera, or a number that cannot be.
         EnvError: when Meta-World is not installed.
     """
+
+    control_hz = 80.0
 
     def __init__(
         self,

@@ -14,25 +14,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from apexrl.errors import ConfigError
+from apexrl.envs.suites import base
+from apexrl.envs.suites.base import INSTRUCTION_BYTES
 
-INSTRUCTION_BYTES = 96
-"""How long an instruction is in an observation: UTF-8, padded with zeros."""
 NUM_HASHES = 2
 _MULTIPLIERS = (1_540_483_477, 2_027_808_485)
 _MODULUS_MASK = 2**31 - 1
 
 
-def encode_instruction(text: str, length: int = INSTRUCTION_BYTES) -> Tensor:
-    """Return an instruction as observations hold it: uint8 ``[length]``, padded with zeros.
+def encode_instruction(text: str) -> Tensor:
+    """Return an instruction as observations hold it: uint8 ``[96]``, padded with zeros.
 
     Raises:
         ConfigError: when it is too long.
     """
-    encoded = text.encode()
-    if len(encoded) > length:
-        raise ConfigError(f"An instruction may have {length} bytes, got {len(encoded)}: '{text}'. Shorten it.")
-    return torch.tensor(list(encoded.ljust(length, b"\0")), dtype=torch.uint8)
+    return torch.tensor(base.encode_instruction(text))
 
 
 class WordTokenizer(nn.Module):
