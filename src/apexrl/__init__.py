@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from apexrl.collectors import BaseCollector as BaseCollector
     from apexrl.collectors import InitStateDataset as InitStateDataset
     from apexrl.collectors import InitStateSampler as InitStateSampler
+    from apexrl.collectors import RayCollector as RayCollector
+    from apexrl.collectors import RaySuiteRunner as RaySuiteRunner
     from apexrl.collectors import RolloutGenerator as RolloutGenerator
     from apexrl.collectors import RolloutStats as RolloutStats
     from apexrl.collectors import SuiteRunner as SuiteRunner
@@ -86,6 +88,8 @@ _HOME = {
         "BaseCollector",
         "InitStateDataset",
         "InitStateSampler",
+        "RayCollector",
+        "RaySuiteRunner",
         "RolloutGenerator",
         "RolloutStats",
         "SuiteRunner",

@@ -48,6 +48,11 @@ class Config:
             raise ConfigError(f"algo.name '{self.algo.name}' needs {needs} got '{self.task.id}'.")
         if self.policy.kind == "vla" and isinstance(self.algo, BCConfig):
             self.algo.require_default_loss()
+        if self.training.collector == "ray" and self.task.num_envs % self.training.num_collectors:
+            raise ConfigError(
+                f"task.num_envs must be a multiple of training.num_collectors ({self.training.num_collectors}), got "
+                f"{self.task.num_envs}."
+            )
         if is_suite and self.training.collector != "sync":
             raise ConfigError(
                 f"training.collector must be sync with task.benchmark_name, got '{self.training.collector}'."

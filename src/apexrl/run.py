@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from apexrl.agent import Trainer, checkpoint
 from apexrl.agent.trainer import env_seed
 from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig, RLOOConfig
 from apexrl.algorithms.base import find_device
-from apexrl.collectors import AsyncCollector, BaseCollector, RolloutGenerator, SyncCollector
+from apexrl.collectors import AsyncCollector, BaseCollector, RayCollector, RolloutGenerator, SyncCollector
 from apexrl.config import Config, make_config, parse_yaml, with_overrides
 from apexrl.envs import VecEnv, make_env
 from apexrl.envs.suite_env import SuiteVecEnv
@@ -127,6 +128,12 @@ def resumed_config(run_dir: Path, overrides: Iterable[tuple[str, str]] = ()) -> 
     stored = parse_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path))
     overrides = list(overrides)
     before, after = make_config(stored), make_config(with_overrides(stored, overrides))
+    collectors = {before.training.collector, after.training.collector}
+    if len(collectors) > 1 and "ray" in collectors:
+        raise ConfigError(
+            f"training.collector cannot change between '{before.training.collector}' and '{after.training.collector}' "
+            "when a run is resumed: the environments live elsewhere. Leave it out, or start a new run."
+        )
     for name, text in overrides:
         section, key, *_ = name.split(".")
         is_fixed = (section not in RESUMABLE_SECTIONS and name not in RESUMABLE_FIELDS) or name in FIXED_FIELDS
@@ -174,7 +181,8 @@ def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), 
     torch.manual_seed(config.training.seed)
     random.seed(config.training.seed)
     np.random.seed(config.training.seed)
-    env = make_task(config, device)
+    # Ray's workers make their own; here one is enough, for the spaces and to make others for evaluation.
+    env = make_task(config, device, 1 if config.training.collector == "ray" else None)
     policy = make_policy(config.policy, env, device, config.algo)
     if init_from:
         # Before the algorithm is made, which may copy weights from one network to another.
@@ -216,7 +224,7 @@ def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), 
         trainer.tell(f"{distributed.world_size()} processes learn: CUDA graphs and compilation are switched off.")
     elif in_background and features.graphs and device.type == "cuda":
         trainer.tell("training.collector async switches CUDA graphs off: another thread uses the device.")
-    if isinstance(trainer.collector, RolloutGenerator):
+    if isinstance(trainer.collector, RolloutGenerator | RayCollector):
         trainer.collector.on_message = trainer.tell
     return trainer
 
@@ -257,6 +265,18 @@ def _make_collector(
             algo = replace(algo, rollout_stats_path="")
         return make_suite_collector(
             config.task, algorithm, algo, env, seed=seed, run_dir=run_dir, starts_new=not config.training.init_from
+        )
+    if config.training.collector == "ray":
+        if distributed.world_size() > 1:
+            raise ConfigError("training.collector ray needs one learning process; start it without torchrun.")
+        count = config.training.num_collectors
+        return RayCollector(
+            partial(make_task, config, torch.device("cpu"), config.task.num_envs // count),
+            acting,
+            keep=keep,
+            seed=seed,
+            num_workers=count,
+            max_staleness=config.training.max_staleness,
         )
     if config.training.collector == "async":
         return AsyncCollector(

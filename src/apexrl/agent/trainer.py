@@ -56,11 +56,13 @@ class TrainingConfig:
     init_from: str = ""
     """A run directory or checkpoint whose policy weights a new run starts from; a resumed run goes on with its own.
     Read by ``apexrl train``, not by Trainer."""
-    collector: Literal["sync", "async"] = "sync"
-    """sync: collect, then learn; async: collect in a thread while learning, for simulators in worker processes. Read by
-    ``apexrl train``, not by Trainer."""
+    collector: Literal["sync", "async", "ray"] = "sync"
+    """sync: collect, then learn; async: collect in a thread while learning, for simulators in worker processes; ray:
+    collect in Ray's workers, on this machine or a cluster. Read by ``apexrl train``, not by Trainer."""
+    num_collectors: int = 2
+    """Ray workers that share task.num_envs evenly; only for ray."""
     max_staleness: int = 1
-    """How many updates old the weights may be that collected a rollout; only for async."""
+    """How many updates old the weights may be that collected a rollout; only for async and ray."""
     step_timeout: float = 60.0
     """Seconds after which an environment step counts as hanging; only for async."""
     save_interval: int = 50
@@ -77,7 +79,7 @@ class TrainingConfig:
     """Episodes of the evaluation at the end; 0 skips it."""
 
     def __post_init__(self) -> None:
-        for name in ("total_timesteps", "eval_episodes", "eval_num_envs"):
+        for name in ("total_timesteps", "num_collectors", "eval_episodes", "eval_num_envs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"training.{name} must be at least 1, got {getattr(self, name)}.")
         for name in (

@@ -4,6 +4,8 @@ from apexrl.collectors.async_ import AsyncCollector
 from apexrl.collectors.base import BaseCollector
 from apexrl.collectors.demos import DemoCollector
 from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, RolloutStats
+from apexrl.collectors.ray_ import RayCollector
+from apexrl.collectors.ray_suite import RaySuiteRunner
 from apexrl.collectors.rollout_generator import RolloutGenerator
 from apexrl.collectors.suite_runner import SuiteRunner
 from apexrl.collectors.sync import SyncCollector
@@ -14,6 +16,8 @@ __all__ = [
     "DemoCollector",
     "InitStateDataset",
     "InitStateSampler",
+    "RayCollector",
+    "RaySuiteRunner",
     "RolloutGenerator",
     "RolloutStats",
     "SuiteRunner",

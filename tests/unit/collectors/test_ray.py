@@ -1,0 +1,355 @@
+"""Collection in Ray actors, with a real Ray on this machine: what is handed out, and what happens when workers die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tests.scripted import ScriptedEnv
+from torch import Tensor, nn
+
+from apexrl import PPO, SAC, ActorCritic, Policy, PolicyOutput, PPOConfig, RecurrentActorCritic, Trainer, make_env
+from apexrl.agent import TrainingConfig
+from apexrl.algorithms import SACConfig
+from apexrl.cli import main
+from apexrl.collectors import SyncCollector, ray_
+from apexrl.collectors.ray_ import RayCollector
+from apexrl.collectors.ray_session import RaySession, join, pack
+from apexrl.envs import VecEnv
+from apexrl.errors import ConfigError, EnvError
+from apexrl.loggers import read_json_lines
+from apexrl.types import Carry, EnvStep
+
+ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'apexrl[ray]')")
+
+EPISODE = 5
+"""Steps of an episode of the counting environments; it earns 1 + 2 + 3 + 4 + 5 = 15."""
+
+
+class CountingEnv(ScriptedEnv):
+    """Two environments; the observation holds the step of the episode and the process that counts it.
+
+    An action above 10 raises, one below -10 kills the process, and one of exactly -10 hangs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__([EPISODE] * 2, [True] * 2)
+
+    def step(self, action: Tensor) -> EnvStep:
+        time.sleep(0.005)  # so that workers are in the middle of a rollout when they are looked at
+        if action.max() > 10:
+            raise ZeroDivisionError("the simulator exploded")
+        if action.min() < -10:
+            os._exit(1)
+        if action.min() == -10:
+            time.sleep(60)
+        return super().step(action)
+
+    def _observe(self) -> Tensor:
+        self.buffer[:, 0] = self.time
+        self.buffer[:, 1] = os.getpid()
+        return self.buffer
+
+
+class NumberPolicy(Policy):
+    """Acts with its one parameter."""
+
+    def __init__(self, number: float = 0.0) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.tensor([number]))
+
+    def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
+        return {"action": self.number.expand(len(carry["observation"]), 1)}
+
+    def forward(self, obs: Tensor, deterministic: bool = False) -> PolicyOutput:
+        raise NotImplementedError
+
+    def evaluate_actions(self, obs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def get_value(self, obs: Tensor) -> Tensor:
+        return self.number.expand(*obs.shape[:-1], 1)
+
+    def teach(self, number: float) -> None:
+        self.number.data.fill_(number)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_ray() -> Iterator[None]:
+    # Workers know the classes of this module from what they are sent: they cannot import it.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    session = RaySession(4)
+    yield
+    session.leave()
+    assert not ray.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def shared_collector() -> Iterator[RayCollector]:
+    with RayCollector(CountingEnv, NumberPolicy(), num_workers=2, seed=0) as collector:
+        yield collector
+
+
+@pytest.fixture
+def counting(shared_collector: RayCollector) -> RayCollector:
+    """Two workers at the start of their episodes, as if they were new."""
+    shared_collector.follow(NumberPolicy())
+    shared_collector.restart(0)
+    shared_collector.episode_metrics.clear()
+    shared_collector._version, shared_collector._dropped, shared_collector._lost = -1, 0, 0
+    shared_collector._told_of_state = False
+    shared_collector.metrics()
+    return shared_collector
+
+
+def process_of(batch: TensorDict, column: int) -> int:
+    """Return the process that collected a column."""
+    (process,) = batch["observation"][:, column, 1].unique().tolist()
+    return int(process)
+
+
+# How a rollout travels
+
+
+def test_a_batch_travels_without_loss_and_successors_are_sent_only_where_episodes_end() -> None:
+    env = ScriptedEnv([3, 4, 9], [True, False, True])
+    collector = SyncCollector(env, ActorCritic.for_env(env), seed=0)
+    collector.start()
+    batch = collector.take_steps(8)
+    arrays = pack(batch)
+    # Two ends of environment 0, two of environment 1 (the second is the last step), and the last steps of 0 and 2.
+    assert arrays["next_observation",].shape == (6, 2)
+    joined = join([arrays])
+    for key, value in batch.items(include_nested=True, leaves_only=True):
+        torch.testing.assert_close(joined[key], value, rtol=0, atol=0, equal_nan=True)
+    assert set(joined.keys(include_nested=True)) == set(batch.keys(include_nested=True))
+
+
+def test_rollouts_lie_side_by_side_and_a_metric_that_one_lacks_is_unknown_there() -> None:
+    parts = []
+    for lengths in ([3], [2, 8]):
+        env = ScriptedEnv(lengths, [True] * len(lengths))
+        collector = SyncCollector(env, ActorCritic.for_env(env), keep={"next_observation", "observation"})
+        collector.start()
+        parts.append(pack(collector.take_steps(4)))
+    del parts[0]["metric", "odd"]
+    batch = join(parts)
+    assert batch.shape == (4, 3)
+    assert batch["reward"][..., 0].T.tolist() == [[1, 2, 3, 1], [1, 2, 1, 2], [1, 2, 3, 4]]
+    assert batch["next_observation"][..., 0].T.tolist() == [[1, 2, 3, 1], [1, 2, 1, 2], [101, 102, 103, 104]]
+    assert batch["metric", "odd"][:, 0].isnan().all()
+    assert batch["metric", "odd"][:, 2, 0].tolist() == [1, 0, 1, 0]
+
+
+# What is handed out
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_each_rollout_comes_once_in_order_with_its_version_and_none_is_too_old(
+    counting: RayCollector, max_staleness: int
+) -> None:
+    policy = counting.policy
+    assert isinstance(policy, NumberPolicy)
+    counting.max_staleness = max_staleness
+    for call in range(6):
+        policy.teach(float(call))
+        batch = counting.collect(3)
+        assert batch.shape == (3, 4)
+        steps = [(3 * call + t) % EPISODE for t in range(3)]
+        assert batch["observation"][:, :, 0].T.tolist() == [steps] * 4
+        version = max(0, call - max_staleness)
+        assert batch["policy_version"].dtype == torch.int64
+        assert (batch["policy_version"] == version).all()
+        assert (batch["action"] == version).all()  # by the weights that it is stamped with
+        assert (batch["value"] == call).all()  # by the learner's own
+    assert len({os.getpid(), process_of(batch, 0), process_of(batch, 2)}) == 3
+    assert counting.metrics() == {
+        "collect/lost_rollouts": 0.0,
+        "collect/dropped": 0.0,
+        "collect/staleness": pytest.approx(sum(min(call, max_staleness) for call in range(6)) / 6),
+        "collect/worker_seconds": pytest.approx(0.0, abs=1.0),
+    }
+    # 18 steps: three episodes of each of the four environments have ended.
+    assert counting.episode_metrics.totals["return"].tolist() == [12 * 15, 12]
+
+
+def test_another_length_drops_what_was_ordered_ahead_and_reset_cuts_the_episodes(counting: RayCollector) -> None:
+    counting.max_staleness = 1
+    counting.collect(3)
+    batch = counting.collect(4)  # after three steps that were dropped
+    assert batch["observation"][:, 0, 0].tolist() == [1, 2, 3, 4]
+    assert counting.metrics()["collect/dropped"] == 2
+    assert counting.episode_metrics.totals["episode_len"].tolist() == [4 * 10, 8]
+    # Four steps that were dropped, and then new episodes: the cut ones count nowhere.
+    assert counting.collect(4, reset=True)["observation"][:, 0, 0].tolist() == [0, 1, 2, 3]
+    assert counting.collect(4)["observation"][:, 0, 0].tolist() == [4, 0, 1, 2]
+    assert counting.episode_metrics.totals["episode_len"].tolist() == [4 * 15, 12]
+
+
+def test_it_acts_with_the_policy_that_it_follows(counting: RayCollector) -> None:
+    counting.max_staleness = 1
+    counting.collect(2)
+    counting.follow(NumberPolicy(7.0))
+    assert (counting.collect(2)["action"] == 7).all()
+
+
+def test_a_worker_collects_what_the_synchronous_collector_does_with_its_seed() -> None:
+    policy = RecurrentActorCritic.for_env(make_env("cartpole", 2))
+    options: dict[str, Any] = {"num_workers": 2, "seed": 5, "max_staleness": 0}
+    with RayCollector(partial(make_env, "cartpole", 2), policy, **options) as collector:
+        batches = [collector.collect(20), collector.collect(20)]
+        collector.restart(5)
+        again = collector.collect(20)
+        collector.restart(6)
+        other = collector.collect(20)
+        collector.load_state_dict(collector.state_dict())
+        resumed = collector.collect(20)
+        collector.load_state_dict(SyncCollector(make_env("cartpole", 2), policy).state_dict())
+        assert (collector.collect(4)["policy_version"] == 0).all()
+    for worker in (0, 1):
+        seed = ray_._worker_seed(5, worker, 0)
+        expected = SyncCollector(make_env("cartpole", 2), policy, seed=seed)
+        torch.manual_seed(seed)
+        for batch in batches:
+            part = expected.collect(20)
+            for key in ("observation", "action", "reward", "value", "next_value", "sample_log_prob", "hidden"):
+                torch.testing.assert_close(batch[key][:, 2 * worker : 2 * worker + 2], part[key], rtol=0, atol=1e-5)
+    assert torch.equal(again["observation"], batches[0]["observation"])
+    assert not torch.equal(other["observation"][0], batches[0]["observation"][0])
+    assert not torch.equal(resumed["observation"][0], other["observation"][0])  # not the same episodes over again
+    assert (resumed["policy_version"] == 4).all()
+    assert not torch.equal(other["observation"][0, :2], other["observation"][0, 2:])
+
+
+# With the trainer
+
+
+def test_training_goes_on_when_a_worker_is_killed_and_one_rollout_is_lost(counting: RayCollector) -> None:
+    env, messages = CountingEnv(), list[str]()
+    ppo = PPO(env, PPOConfig(num_steps=12, num_epochs=1, num_minibatches=1), device="cpu")
+    counting.max_staleness, counting.on_message = 1, messages.append
+    counting.follow(ppo.policy)
+    trainer = Trainer(env, ppo.policy, ppo, TrainingConfig(save_interval=0), collector=counting, log_interval=100)
+    seen: list[TensorDict] = []
+
+    def update(batch: TensorDict) -> dict[str, Tensor]:
+        seen.append(batch)
+        if len(seen) == 3:
+            os.kill(process_of(batch, 2), signal.SIGKILL)  # in the middle of its next rollout
+        return PPO.update(ppo, batch)
+
+    ppo.update = update  # type: ignore[method-assign, assignment]
+    trainer.learn(8 * 12 * 4)
+
+    assert trainer.iteration == 8
+    assert [batch.shape for batch in seen] == [(12, 4)] * 8
+    assert counting.metrics()["collect/lost_rollouts"] == 1
+    assert len(messages) == 1
+    assert messages[0].startswith("Ray worker 1 died")
+    assert "the rollout it was collecting is lost" in messages[0]
+    # The worker that lives has lost nothing; from the fourth batch on a new one is in the place of the dead one.
+    assert torch.cat([batch["observation"][:, 0, 0] for batch in seen]).tolist() == [t % EPISODE for t in range(96)]
+    assert len({process_of(batch, 0) for batch in seen}) == 1
+    assert len({process_of(batch, 2) for batch in seen[:3]}) == 1
+    assert len({process_of(batch, 2) for batch in seen[3:]}) == 1
+    assert process_of(seen[2], 2) != process_of(seen[3], 2)
+    assert seen[3]["observation"][:2, 2, 0].tolist() == [0, 1]
+    # 96 steps are 19 episodes; 36 are 7, with one that was cut and counts nowhere, and 60 are 12. Twice each.
+    assert counting.episode_metrics.totals["episode_len"].tolist() == [76 * EPISODE, 76]
+    assert counting.episode_metrics.totals["success_once"].tolist() == [76, 76]
+
+
+def test_sac_learns_through_ray_and_a_checkpoint_says_what_it_lacks(tmp_path: Path) -> None:
+    env, messages = CountingEnv(), list[str]()
+    sac = SAC(env, SACConfig(num_steps=8, batch_size=16, learning_starts=32, utd_ratio=0.25), device="cpu")
+    policy, keep = sac.rollout_policy, sac.required_keys
+    collector = RayCollector(CountingEnv, policy, num_workers=1, keep=keep, on_message=messages.append)
+    trainer = Trainer(env, sac.policy, sac, TrainingConfig(save_interval=1), collector=collector, save_dir=tmp_path)
+    before = [parameter.detach().clone() for parameter in sac.policy.parameters()]
+    trainer.learn(64)
+    trainer.close()
+    assert trainer.iteration == 4
+    assert any(not torch.equal(a, b) for a, b in zip(before, sac.policy.parameters(), strict=True))
+    assert messages == ["Ray workers cannot save their state: a resumed run will start new episodes there."]
+
+
+# What goes wrong
+
+
+def test_what_an_environment_raises_reaches_the_caller_every_time() -> None:
+    with RayCollector(CountingEnv, NumberPolicy(11.0), num_workers=1, max_staleness=0) as collector:
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError, match="the simulator exploded") as caught:
+                collector.collect(3)
+            assert caught.value.__notes__ == ["Raised in Ray worker 0."]
+    with pytest.raises(EnvError, match="closed"):
+        collector.collect(3)
+
+
+@pytest.mark.parametrize(
+    ("action", "what"), [(-11.0, "died .*, as did the 1 before"), (-10.0, "gave no rollout for 0.2 s, as did the 1")]
+)
+def test_workers_that_die_or_hang_again_and_again_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, action: float, what: str
+) -> None:
+    monkeypatch.setattr(ray_, "MAX_DEATHS", 1)
+    messages: list[str] = []
+    with RayCollector(CountingEnv, NumberPolicy(action), num_workers=1, on_message=messages.append) as collector:
+        if action == -10.0:
+            collector.rollout_timeout = 0.2
+        with pytest.raises(EnvError, match=what):
+            collector.collect(3)
+    assert len(messages) == 1
+
+
+def test_what_the_factory_raises_reaches_the_caller() -> None:
+    with pytest.raises(EnvError, match="There is no environment 'nowhere'"):
+        RayCollector(partial(make_env, "nowhere", 2), NumberPolicy(), num_workers=1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 0}, {"max_staleness": -1}, {"rollout_timeout": 0.0}], ids=lambda o: next(iter(o))
+)
+def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        RayCollector(CountingEnv, NumberPolicy(), **options)
+
+
+def test_a_factory_that_cannot_be_sent_is_named() -> None:
+    lock = threading.Lock()
+
+    def make() -> VecEnv:
+        with lock:
+            return CountingEnv()
+
+    with pytest.raises(ConfigError, match=r"make_env cannot be sent to Ray workers.*functools\.partial"):
+        RayCollector(make, NumberPolicy())
+
+
+def test_a_run_collects_with_ray_by_its_configuration(tmp_path: Path) -> None:
+    options = {
+        "training.collector": "ray",
+        "training.total_timesteps": "64",
+        "training.final_eval_episodes": "0",
+        "algo.num_steps": "8",
+        "algo.num_minibatches": "2",
+        "features.save_video": "false",
+        "features.save_plot": "false",
+    }
+    arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
+    run_dir = tmp_path / "run"
+    assert main(["train", "cartpole_ppo", "--task.num_envs", "4", "--run-dir", str(run_dir), *arguments]) == 0
+    assert [line["total_steps"] for line in read_json_lines(run_dir / "metrics.jsonl")] == [32, 64]
+    assert main(["train", "--resume", str(run_dir), "--training.collector", "sync"]) == 2
+    assert main(["train", "cartpole_ppo", "--task.num_envs", "3", "--run-dir", str(tmp_path / "no"), *arguments]) == 2
+    assert not (tmp_path / "no").exists()
