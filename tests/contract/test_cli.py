@@ -374,7 +374,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["train", "--policy.distribution", "categorical"], ["policy.distribution", "categorical", "auto"]),
         (["train", "--policy.actor_groups", "[camera]"], ["camera"]),
         (["train", "pendulum_sac", "--policy.kind", "gru"], ["policy.kind", "['mlp']", "'sac'", "'gru'"]),
-        (["train", "cartpole_ppo", "--algo.name", "sac"], ["Unknown field 'algo.num_epochs'"]),
+        (["train", "cartpole_ppo", "--algo.name", "sac"], ["SAC needs a Box", "use PPO"]),
         (["train", "pendulum_sac", "--task.id", "CartPole-v1"], ["SAC needs a Box", "Discrete(2)", "use PPO"]),
         (["train", "pendulum_sac", "--task.id", "recall"], ["SAC needs a Box", "use PPO"]),
         (["train", "pendulum_sac", "--policy.distribution", "gaussian"], ["policy.distribution", "squashed_gaussian"]),

@@ -22,7 +22,7 @@ from apexrl.loggers import JsonlLogger, Logger, TensorBoardLogger, cut_json_line
 from apexrl.metrics import EpisodeMetrics, fold_episodes
 from apexrl.models import MLPActor, MLPCritic
 from apexrl.rollout import initial_state, make_actor, rollout
-from apexrl.types import ACTION, OBSERVATION, SAMPLE_LOG_PROB, Actor, Carry, Observation
+from apexrl.types import ACTION, OBSERVATION, SAMPLE_LOG_PROB, VALUE, Actor, Carry, Observation
 
 
 class OnPolicyRunner(Trainer):
@@ -75,7 +75,11 @@ class OnPolicyRunner(Trainer):
         vec_env = as_vec_env(env)
         if agent is None:
             # Those that train an actor and a critic given as classes.
-            known = [name for name, (cls, _) in ALGORITHMS.items() if cls.on_policy and "mlp" in cls.policies]
+            known = [
+                name
+                for name, (cls, _) in ALGORITHMS.items()
+                if cls.on_policy and "mlp" in cls.policies and VALUE in cls.required_keys
+            ]
             if algorithm not in known:
                 raise ConfigError(
                     f"Unknown algorithm '{algorithm}'; known are {known}." + did_you_mean(algorithm, known)

@@ -90,6 +90,6 @@ class ConsoleLogger(Logger):
                 console=self.console,
             )
             self.task = self.bar.add_task(self._status(), total=1.0)
-            self.bar.start()
         assert self.task is not None
         self.bar.update(self.task, completed=done, description=self._status())
+        self.bar.start()  # again does no harm
