@@ -1,5 +1,6 @@
 """Each option of RLOO has a test that fails when the option is ignored."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -481,3 +482,43 @@ def test_advantages_of_the_batch_are_those_of_the_function() -> None:
     algorithm, batch = setup()
     returns, advantage = algorithm._episodes(batch)
     assert torch.equal(advantage, leave_one_out(returns, batch["group"][0].squeeze(-1)))
+
+
+def test_the_gradient_of_the_divergence_is_that_of_the_policy_from_its_start() -> None:
+    policy = make_policy()
+    algorithm = RLOO(policy=policy, cfg=RLOOConfig(kl_coef=1.0))
+    assert algorithm.reference is not None
+    log_std = policy.get_parameter("actor.action_head.log_std")
+    with torch.no_grad():
+        log_std.add_(math.log(2.0))
+        obs = TensorDict({"state": torch.rand(40_000, 2) * 2 - 1}, batch_size=[40_000])
+        output = policy(obs)
+        reference, _ = algorithm.reference.evaluate_actions(obs, output.action)
+    batch = {
+        "observation": obs,
+        "action": output.action,
+        "sample_log_prob": output.log_prob,
+        "advantage": torch.zeros_like(output.log_prob),
+        "reference_log_prob": reference,
+    }
+    (gradient,) = torch.autograd.grad(algorithm._loss(batch)[0], log_std)
+    # d/d log σ of KL(N(μ, σ) ‖ N(μ, σ₀)) is σ²/σ₀² − 1 = 3; the divergence the other way round would give 3/4.
+    torch.testing.assert_close(gradient, torch.full_like(gradient, 3.0), rtol=0.1, atol=0.0)
+
+
+def test_the_weighted_flow_is_told_which_actions_were_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_vla("flow")
+    algorithm = RLOO(policy=policy, cfg=RLOOConfig(loss="weighted_flow", num_epochs=1, num_minibatches=1))
+    batch = sample(policy)
+    steps = torch.randint(1, 3, batch["reward"].shape).float()
+    batch["metric"] = TensorDict({"control_steps": steps}, batch_size=batch.shape)
+    assert algorithm._flow is not None
+    compute, told = algorithm._flow.compute_weighted_loss, []
+
+    def spy(samples: Any, advantages: Tensor) -> Tensor:
+        told.append(samples["valid_steps"].sum())
+        return compute(samples, advantages)
+
+    monkeypatch.setattr(algorithm._flow, "compute_weighted_loss", spy)
+    algorithm.update(batch)
+    assert told == [(steps * batch["valid"]).sum()]

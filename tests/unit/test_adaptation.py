@@ -1,0 +1,55 @@
+"""The picture of teacher and student."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from apexrl import ROAPolicy, make_env, run
+from apexrl.adaptation import compare, with_fixed_latent
+from apexrl.cli import main
+
+SMALL = {
+    "task.num_envs": "8", "policy.hidden_dims": "[8]", "policy.adapt_dims": "[8]", "algo.num_steps": "8",
+    "training.total_timesteps": "256", "task.kwargs.max_episode_steps": "20", "training.eval_interval": "0",
+    "training.final_eval_episodes": "0",
+    "features.save_video": "false",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def roa(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("roa") / "run"
+    words = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
+    assert main(["train", "payload_roa", "--run-dir", str(run_dir), *words]) == 0
+    return run_dir
+
+
+def test_plot_also_draws_how_the_student_adapts(roa: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(roa)]) == 0
+    path = roa / "run-adaptation.png"
+    assert capsys.readouterr().out.split() == [str(roa / "curve.png"), str(path)]
+    with Image.open(path) as picture:
+        assert len(set(picture.convert("L").get_flattened_data())) > 50
+
+
+def test_the_motors_change_in_the_middle_and_the_true_feature_with_them(roa: Path) -> None:
+    adaptation = compare(run.load_trained(roa), episodes=4)
+    assert set(adaptation.rewards) == {"teacher", "student", "student, latent fixed"}
+    step = adaptation.change_step
+    assert 0 < step < len(adaptation.true)
+    assert np.ptp(adaptation.true[:step], axis=0).max() < 1e-5
+    assert np.abs(adaptation.true[step + 1] - adaptation.true[step - 1]).max() > 1e-3
+    assert np.ptp(adaptation.guess[:step], axis=0).max() > 1e-4
+
+
+def test_a_fixed_latent_does_not_follow_what_is_seen() -> None:
+    env = make_env("payload", 3)
+    policy = ROAPolicy.for_env(env, history=24, hidden_dims=(8,), adapt_dims=(8,))
+    blind = with_fixed_latent(policy, env, 5)
+    latents = blind.act({"observation": env.reset(seed=1)})["priv_pred"]
+    assert torch.equal(latents, latents[:1].expand_as(latents))
+    seeing = policy.act({"observation": env.reset(seed=1)})["priv_pred"]
+    assert not torch.equal(seeing, seeing[:1].expand_as(seeing))

@@ -1,0 +1,90 @@
+"""What a run on a suite adds to any other."""
+
+import math
+import os
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+from tests.point_suite import GOALS, PointSimulator, PointSuite
+
+from apexrl import ActorCritic, TrainingConfig
+from apexrl.algorithms import BC, BCConfig, RLOOConfig
+from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.envs.suites.base import Simulator, Split
+from apexrl.evaluation import evaluate
+from apexrl.policies import VLAPolicy
+from apexrl.suite_run import explore_with, suite_training
+
+
+def test_every_task_is_evaluated_as_often_as_the_others() -> None:
+    training = TrainingConfig(eval_episodes=4, final_eval_episodes=20, eval_interval=3)
+    schedule = suite_training(training, 7, RLOOConfig(), num_tasks=3)
+    assert (schedule.eval_episodes, schedule.final_eval_episodes, schedule.eval_interval) == (6, 21, 7)
+    assert suite_training(training, 0, BCConfig(num_updates=5), num_tasks=3).num_train_steps == 5
+    assert suite_training(training, 0, BCConfig(), num_tasks=3).eval_interval == 3
+
+
+def test_a_deterministic_evaluation_runs_no_episode_twice() -> None:
+    env = SuiteVecEnv(PointSuite(num_tasks=2, num_states=3), 4, num_workers=0, split="val")
+    policy = ActorCritic.for_env(env, actor_cfg={"groups": ["state"]})
+    assert evaluate(env, policy, 50).num_episodes == 6
+    assert evaluate(env, policy, 5).num_episodes == 5
+    assert evaluate(env, policy, 50, deterministic=False).num_episodes == 50
+    env.close()
+
+
+def test_exploration_is_set_where_imitation_left_it_and_kept_where_it_was_learned() -> None:
+    env = SuiteVecEnv(PointSuite(), 1, num_workers=0)
+    policy = ActorCritic.for_env(env, actor_cfg={"groups": ["state"], "init_std": 0.4})
+    log_std = policy.get_parameter("actor.action_head.log_std")
+    explore_with(policy, 0.9)
+    torch.testing.assert_close(log_std.exp(), torch.full_like(log_std, 0.9))
+    with torch.no_grad():
+        log_std[0] = math.log(0.2)
+    learned = log_std.detach().clone()
+    explore_with(policy, 0.5)
+    assert torch.equal(log_std, learned)
+
+
+def test_padding_has_no_part_in_the_statistics_of_actions() -> None:
+    env = SuiteVecEnv(PointSuite(), 1, num_workers=0, chunk=2)
+    policy = VLAPolicy.for_env(env, chunk=2)
+    observation = TensorDict(
+        {"state": torch.randn(2, 2), "instruction": torch.zeros(2, 96, dtype=torch.uint8)}, batch_size=[2]
+    )
+    # Real actions are (1, 0), (3, 0) and (5, 0); the last one is repeated as padding, here far away.
+    action = torch.tensor([[1.0, 0.0, 3.0, 0.0], [5.0, 0.0, 99.0, 99.0]])
+    samples = TensorDict(
+        {"observation": observation, "action": action, "valid_steps": torch.tensor([[2], [1]])}, batch_size=[2]
+    )
+    BC(policy=policy, cfg=BCConfig()).set_statistics(samples)
+    torch.testing.assert_close(policy.scaling.action(torch.tensor([[3.0, 0.0, 3.0, 0.0]])), torch.zeros(1, 4))
+
+
+class Dying(PointSimulator):
+    """Its process dies where x is above 0.8."""
+
+    def advance(self, action: NDArray[np.float32]) -> bool:
+        if self.position[0] > 0.8:
+            os._exit(3)
+        return super().advance(action)
+
+
+class DyingSuite(PointSuite):
+    def init_states(self, task_id: int, split: Split = "train") -> list[NDArray[np.float64]]:
+        return [np.array([x, 0.0, 0.0]) for x in (0.4, 0.9, 0.5, 0.6)]
+
+    def make_simulator(self, task_id: int) -> Simulator:
+        return Dying(GOALS[task_id], self.radius)
+
+
+def test_an_episode_whose_worker_died_is_no_failure_of_the_policy() -> None:
+    env = SuiteVecEnv(DyingSuite(num_tasks=1, num_states=4, radius=0.3), 2, num_workers=2, split="val")
+    policy = ActorCritic.for_env(env, actor_cfg={"groups": ["state"]})
+    result = evaluate(env, policy, 4)  # untrained, it hardly moves; the other states lie at the goal
+    env.close()
+    assert env.replaced == 1
+    assert result.num_episodes == 3
+    assert result.mean("success_once") == 1.0
