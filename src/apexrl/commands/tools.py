@@ -1,0 +1,80 @@
+"""``apexrl list``, ``apexrl check-env`` and ``apexrl bench``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from apexrl.commands.common import AddCommand, Overrides, positive
+from apexrl.errors import ConfigError, did_you_mean
+
+
+def register(command: AddCommand) -> None:
+    """Add the commands."""
+    command("list", "List presets, tasks and algorithms.", _list)
+
+    bench = command("bench", "Run a benchmark of the source tree against the peers it needs (make bench).", _bench)
+    bench.add_argument("name", help="ppo_cpu, ppo_gpu, envs, ppo_learning or profile_iteration")
+    bench.add_argument("options", nargs=argparse.REMAINDER, help="of the benchmark, such as --quick")
+
+    check = command("check-env", "Check that an environment keeps the contract.", _check_env)
+    check.add_argument("id", help="a task that ships with the package, or a Gymnasium id")
+    check.add_argument("--num-envs", type=positive, default=4, metavar="N", help="default 4")
+
+
+def _list(_: argparse.Namespace, __: Overrides) -> int:
+    from apexrl.algorithms import ALGORITHMS
+    from apexrl.config import preset_names, preset_summary
+    from apexrl.envs.mujoco import TASKS as MUJOCO_TASKS
+    from apexrl.envs.mujoco_tasks import TASKS as GYMNASIUM_TASKS
+    from apexrl.envs.suites import SUITES
+    from apexrl.envs.tasks import TASKS
+
+    print("Presets (apexrl train NAME):")
+    for name in preset_names():
+        print(f"  {name:18} {preset_summary(name)}")
+    print("Tasks (--task.id NAME; any Gymnasium id works too):")
+    for name, task in TASKS.items():
+        print(f"  {name:18} {(task.__doc__ or '').splitlines()[0]}")
+    for name in [name for name in MUJOCO_TASKS if name not in GYMNASIUM_TASKS]:
+        print(f"  {f'mujoco/{name}':18} {(MUJOCO_TASKS[name].__doc__ or '').splitlines()[0]}")
+    print(f"  {'mujoco/NAME':18} Gymnasium's {', '.join(GYMNASIUM_TASKS)}, faster and with threads.")
+    print("Suites of tasks (--task.benchmark_name NAME, for rloo and bc):")
+    print(f"  {', '.join(SUITES)}, and metaworld:TASK for one task")
+    print("Algorithms (--algo.name NAME):")
+    for name, (algorithm, _config) in ALGORITHMS.items():
+        print(f"  {name:18} {(algorithm.__doc__ or '').splitlines()[0]}")
+    return 0
+
+
+def _bench(options: argparse.Namespace, _: Overrides) -> int:
+    import subprocess
+
+    directory = Path(__file__).parents[3] / "benchmarks"
+    names = sorted(path.stem for path in directory.glob("*.py") if path.stem not in ("report", "compare_learning"))
+    if not names:
+        raise ConfigError("Benchmarks come with the source tree, not with the installed package: clone the repository.")
+    if options.name not in names:
+        hint = did_you_mean(options.name, names)
+        raise ConfigError(f"Unknown benchmark '{options.name}'; benchmarks are {', '.join(names)}.{hint}")
+    return subprocess.call([sys.executable, str(directory / f"{options.name}.py"), *options.options])
+
+
+def _check_env(options: argparse.Namespace, _: Overrides) -> int:
+    from apexrl.envs import check_env, make_env
+    from apexrl.envs.suites import SUITES
+
+    if options.id in SUITES or options.id.startswith("metaworld:"):
+        raise ConfigError(
+            f"'{options.id}' is a suite of tasks, not an environment: train on it with --task.benchmark_name "
+            f"{options.id} (see the presets mt10_bc and mt10_rloo), record its experts with 'apexrl demos "
+            f"{options.id}', or check it in Python, check_env(SuiteVecEnv(make_suite('{options.id}'), 4))."
+        )
+    env = make_env(options.id, options.num_envs)
+    problems = check_env(env)
+    env.close()
+    for problem in problems:
+        print(f"- {problem}")
+    print(f"{options.id}: {len(problems)} problems" if problems else f"{options.id}: keeps the environment contract")
+    return 1 if problems else 0
