@@ -1,9 +1,11 @@
-"""Post-training one language-conditioned policy on all of Meta-World MT10: from one and from ten demonstrations a task.
+"""Post-training one language-conditioned policy: on all of Meta-World MT10, or on one task that it sees by camera.
 
     python benchmarks/mt10.py [--demos 1,10] [--heads likelihood,flow] [--iterations 40] [--workers 4] [--seed 0]
+    python benchmarks/mt10.py --presets camera --demos 1 --heads likelihood
     python benchmarks/mt10.py --draw docs/images/mt10.png       shows and draws what was measured last
 
-Every combination is a process of its own, all at once: presets ``mt10_bc``, then ``mt10_rloo`` from its weights.
+Every combination is a process of its own, all at once: presets ``mt10_bc``, then ``mt10_rloo`` from its weights; with
+``--presets camera`` these are ``camera_bc`` and ``camera_rloo``: pictures, proprioception and instruction alone.
 Success is deterministic, over the 50 held-out initial states of each task: neither demonstrations nor rollouts start
 from these.
 """
@@ -25,9 +27,10 @@ import torch
 
 from apexrl.config import load_config
 from apexrl.demos import record_demos
-from apexrl.envs.suites import make_suite
 from apexrl.evaluation import EvaluationResult, evaluate
 from apexrl.run import make_trainer
+from apexrl.sections import SuiteConfig
+from apexrl.suite_run import make_suite_env
 
 PER_TASK = 50
 
@@ -67,15 +70,14 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
         (place / part).mkdir(parents=True)
     base = settings(head, options["workers"], options["seed"], options["overrides"])
     name = f"{demos:2} demos, {head:10}"
-    bc = make_trainer(
-        load_config("mt10_bc", [*base, ("task.demos", f"{directory}/demos-{demos}"), *options["bc"]]), place / "bc"
-    )
+    words = [*base, ("task.demos", f"{directory}/demos-{demos}"), *options["bc"]]
+    bc = make_trainer(load_config(f"{options['presets']}_bc", words), place / "bc")
     bc.learn()
     start = held_out(bc, options["envs"])
     weights = bc.save_checkpoint(str(place / "bc.pt"))
     bc.close()
     print(f"{name} BC {100 * start.mean('success_once'):5.1f} %  {time.perf_counter() - started:4.0f} s", flush=True)
-    config = load_config("mt10_rloo", [*base, *options["rloo"]])
+    config = load_config(f"{options['presets']}_rloo", [*base, *options["rloo"]])
     rloo = make_trainer(config, place / "rloo", init_from=str(weights))
     curve: list[dict[str, float]] = []
 
@@ -162,6 +164,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", default="mt10", choices=("mt10", "camera"))
     parser.add_argument("--demos", default="1,10")
     parser.add_argument("--heads", default="likelihood,flow")
     parser.add_argument("--iterations", type=int, default=40)
@@ -178,7 +181,7 @@ def main() -> None:
     parser.add_argument("--draw", type=Path, help="show and draw into this file what was measured last")
     options = parser.parse_args()
     if options.draw:
-        rows = json.loads((Path(__file__).parent / "mt10.json").read_text())["rows"]
+        rows = json.loads((Path(__file__).parent / f"{options.presets}.json").read_text())["rows"]
         show(rows)
         draw(rows, options.draw)
         return
@@ -186,6 +189,7 @@ def main() -> None:
         ("rloo", options.set), ("bc", options.set_bc), ("both", options.set_both)
     )}  # fmt: skip
     common = {
+        "presets": options.presets,
         "workers": options.workers,
         "envs": options.envs,
         "every": options.every,
@@ -198,15 +202,18 @@ def main() -> None:
     heads, counts = options.heads.split(","), [int(count) for count in options.demos.split(",")]
     with tempfile.TemporaryDirectory() as directory:
         started = time.perf_counter()
+        task = load_config(f"{options.presets}_bc", list(dict(pairs["both"]).items())).task
+        assert isinstance(task, SuiteConfig)
+        suite = make_suite_env(task, "cpu").suite
         for count in counts:
-            record_demos(make_suite("mt10"), f"{directory}/demos-{count}", count, num_workers=10)
+            record_demos(suite, f"{directory}/demos-{count}", count, num_workers=suite.num_tasks)
         print(f"demonstrations recorded in {time.perf_counter() - started:.0f} s", flush=True)
         jobs = [(head, count, directory, common) for count in counts for head in heads]
         with multiprocessing.get_context("spawn").Pool(len(jobs), maxtasksperchild=1) as pool:
             rows = pool.starmap(run, jobs, chunksize=1)
     show(rows)
     if not options.no_record:
-        print(f"wrote {report.write('mt10', {'rows': rows})}")
+        print(f"wrote {report.write(options.presets, {'rows': rows})}")
 
 
 if __name__ == "__main__":

@@ -69,6 +69,8 @@ class RLOOConfig:
     """Adam's step size, at the start."""
     schedule: Literal["fixed", "linear"] = "fixed"
     """fixed, or linear: falls to 0 at the end of training."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the step size rises from 0: Adam's first steps are as large on noise as on signal."""
     clip: float = 0.2
     """Clipping range of the probability ratio of a whole chunk, below 1 and, unless clip_high is given, above."""
     clip_high: float | None = None
@@ -116,7 +118,7 @@ class RLOOConfig:
         for name in ("clip_high", "target_kl"):
             value = getattr(self, name)
             require(name, value is None or value > 0, "must be positive or null")
-        for name in ("entropy_coef", "kl_coef", "rollout_skip_threshold"):
+        for name in ("entropy_coef", "kl_coef", "rollout_skip_threshold", "warmup_steps"):
             require(name, getattr(self, name) >= 0, "must not be negative")
         ratio = self.collapse_ratio
         require("collapse_ratio", ratio is None or 0 < ratio < 1, "must lie in (0, 1) or be null")
@@ -195,6 +197,7 @@ class RLOO(BaseAlgorithm):
                 raise ConfigError("algo.loss weighted_flow needs policy.kind vla with policy.head flow.")
             self._flow = PI0_CFG_Adapter(policy)
         self._progress = Progress(METRICS, policy.device)
+        self._rate, self._num_steps = cfg.learning_rate, 0
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Learn from one batch ``[T, E]``."""
@@ -209,6 +212,8 @@ class RLOO(BaseAlgorithm):
         # The one read of an update, besides the number of valid chunks.
         success_rate, has_signal = torch.stack((success, (mixed > 0).to(success.dtype))).tolist()
         collapsed = self.guard is not None and self.guard.check(success_rate)
+        if collapsed:  # which also forgot Adam's moments
+            self._num_steps = 0
         # Without a mixed group only the optimizer's momentum would move the weights.
         needless = not has_signal and not (self.cfg.kl_coef or self.cfg.entropy_coef)
         if not collapsed and not needless:
@@ -296,6 +301,8 @@ class RLOO(BaseAlgorithm):
     def _step(self, samples: TensorDict, rows: Tensor) -> None:
         """Take one optimizer step, unless the update was stopped before or this step is not finite."""
         progress = self._progress
+        self._num_steps += 1
+        self.optimizer.learning_rate.fill_(self._rate * min(1.0, self._num_steps / max(1, self.cfg.warmup_steps)))
         metrics, gradient = distributed.mean(*self._gradient(samples, rows), weight=len(rows))
         with torch.no_grad():
             norm = gradient.norm()
@@ -350,7 +357,7 @@ class RLOO(BaseAlgorithm):
     def adjust_learning_rate(self, progress: float) -> None:
         """Follow the linear schedule."""
         if self.cfg.schedule == "linear":
-            self.optimizer.learning_rate.fill_(self.cfg.learning_rate * max(0.0, 1.0 - progress))
+            self._rate = self.cfg.learning_rate * max(0.0, 1.0 - progress)
 
     def state_dict(self) -> dict[str, Any]:
         """Return optimizer, starting policy and what the guard against collapse remembers."""
@@ -359,12 +366,14 @@ class RLOO(BaseAlgorithm):
             "optimizer": self.optimizer.state_dict(),
             "reference": {name: value.clone() for name, value in reference.items()},
             "guard": {} if self.guard is None else self.guard.state_dict(),
+            "num_steps": self._num_steps,
             "config": asdict(self.cfg),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
         self.optimizer.load_state_dict(state["optimizer"])
+        self._num_steps = state.get("num_steps", self.cfg.warmup_steps)
         if self.reference is not None and state["reference"]:
             self.reference.load_state_dict(state["reference"])
         if self.guard is not None and state["guard"]:

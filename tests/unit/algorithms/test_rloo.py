@@ -198,6 +198,7 @@ def test_the_critic_and_the_statistics_of_observations_stay_as_they_are() -> Non
         {"kl_coef": 0.5},
         {"max_grad_norm": 1e-8},
         {"adam_eps": 1.0},
+        {"warmup_steps": 50},
     ],
     ids=str,
 )
@@ -216,9 +217,24 @@ def test_minibatches_are_at_most_as_large_as_asked(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_linear_schedule_falls_to_zero() -> None:
-    algorithm, _ = setup(schedule="linear", learning_rate=1e-3)
+    algorithm, batch = setup(schedule="linear", learning_rate=1e-3)
     algorithm.adjust_learning_rate(0.75)
-    assert algorithm.optimizer.learning_rate.item() == pytest.approx(2.5e-4)
+    assert algorithm.update(batch)["learning_rate"].item() == pytest.approx(2.5e-4)
+
+
+def test_the_step_size_rises_over_the_first_steps_and_over_those_after_a_collapse() -> None:
+    algorithm, batch = setup(num_epochs=1, num_minibatches=4, warmup_steps=10, collapse_ratio=0.5, learning_rate=1e-3)
+    rates = [algorithm.update(batch)["learning_rate"].item() for _ in range(3)]
+    assert rates == pytest.approx([4e-4, 8e-4, 1e-3])
+    other, _ = setup(num_epochs=1, num_minibatches=4, warmup_steps=10, collapse_ratio=0.5, learning_rate=1e-3)
+    other.update(batch)
+    other.load_state_dict(algorithm.state_dict())
+    assert other.update(batch)["learning_rate"].item() == pytest.approx(1e-3)
+    failed = batch.clone()
+    failed["reward"].zero_()
+    failed["metric", "success"].zero_()
+    assert algorithm.update(failed)["collapsed"].item() == 1.0
+    assert algorithm.update(batch)["learning_rate"].item() == pytest.approx(4e-4)
 
 
 def test_the_divergence_from_the_start_is_measured_and_held_down() -> None:
