@@ -23,6 +23,7 @@ from apexrl.types import (
     TRUNCATED,
     Actor,
     Carry,
+    EnvStep,
     Observation,
 )
 
@@ -76,7 +77,7 @@ def rollout(
             columns.put_sparse(t, (METRIC, name), value)
         for name, number in step.log.items():
             columns.put_sparse(t, (LOG, name), torch.as_tensor(number, device=env.device).float().mean().view(1, 1))
-        carry = _next_carry(carry, output, step.obs, step.terminated | step.truncated)
+        carry = _next_carry(carry, output, step)
         if until_done:
             pending &= ~(step.terminated | step.truncated)
             if not pending.any():
@@ -106,8 +107,11 @@ def initial_state(policy: Policy, env: VecEnv) -> dict[str, Tensor]:
     return {name: value.to(env.device) for name, value in policy.initial_state(env.num_envs).items()}
 
 
-def _next_carry(carry: Carry, output: dict[str, Tensor], obs: Observation, done: Tensor) -> Carry:
-    after: Carry = {OBSERVATION: obs}
+def _next_carry(carry: Carry, output: dict[str, Tensor], step: EnvStep) -> Carry:
+    after: Carry = {OBSERVATION: step.obs}
+    if len(carry) == 1:
+        return after
+    done = step.terminated | step.truncated
     for name in carry:
         if name != OBSERVATION:
             state = output[name]
@@ -164,7 +168,9 @@ class _Columns:
         return self.keep is None or name in self.keep
 
     def put(self, t: int, name: str, value: Observation) -> None:
-        if self.keep is None or name in self.keep:
+        if name in self.rows:
+            self.rows[name][t].copy_(value)
+        elif self.keep is None or name in self.keep:
             self._write(t, name, value)
 
     def put_sparse(self, t: int, key: tuple[str, ...], value: Tensor) -> None:

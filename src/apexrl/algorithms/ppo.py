@@ -104,7 +104,7 @@ class PPOConfig:
         """Raise when rollouts of this many environments cannot be cut into the wanted minibatches."""
         parts = num_envs if keeps_sequences else self.num_steps * num_envs
         if self.num_minibatches > parts:
-            what = "sequences (task.num_envs; a gru keeps them whole)" if keeps_sequences else "samples"
+            what = "sequences (task.num_envs; a gru keeps them whole)" if keeps_sequences else "samples (algo.num_steps × task.num_envs)"
             raise ConfigError(
                 f"algo.num_minibatches is {self.num_minibatches}, but a rollout has {parts} {what}; lower it."
             )
@@ -188,7 +188,7 @@ class PPO(BaseAlgorithm):
             learner.named_parameters(), cfg.learning_rate, cfg.adam_eps, cfg.max_grad_norm, apart=apart
         )
         self._evaluator = _Evaluator(learner, self.acceleration)
-        self._run_step = compiled(self._step, enabled=self.acceleration.compile)
+        self._run_step = compiled(self._step, enabled=self.acceleration.compile, device=device)
         self._captured_epoch = self._captured("The update", self._epoch)
         self._captured_advantage = self._captured("The advantage", self._compute_advantage)
         self._progress = Progress(METRICS, device)

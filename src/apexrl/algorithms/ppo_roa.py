@@ -72,7 +72,7 @@ class PPOROAConfig(PPOConfig):
         if self.adapt_minibatches > self.num_steps * num_envs:
             raise ConfigError(
                 f"algo.adapt_minibatches is {self.adapt_minibatches}, but a rollout has {self.num_steps * num_envs} "
-                "samples; lower it."
+                "samples (algo.num_steps × task.num_envs); lower it."
             )
 
 
@@ -126,7 +126,7 @@ class PPOROA(PPO):
         self.student_optimizer = (
             FlatAdam(policy.actor_adapt.named_parameters(), rate, eps, clip) if self._imitates else None
         )
-        self._run_adapt_step = compiled(self._adapt_step, enabled=self.acceleration.compile)
+        self._run_adapt_step = compiled(self._adapt_step, enabled=self.acceleration.compile, device=policy.device)
         self._captured_adapt_epoch = self._captured("The adaptation", self._adapt_epoch)
         self._compiled_adapt = False
         self._adapt_progress = Progress(METRICS, policy.device)

@@ -197,7 +197,7 @@ class SAC(BaseAlgorithm):
             with_actor: Captured("The update", lambda wanted=with_actor: self._draw_and_step(wanted), enabled=graphs)
             for with_actor in (True, False)
         }
-        self._run_step = compiled(self._step, enabled=self.acceleration.compile)
+        self._run_step = compiled(self._step, enabled=self.acceleration.compile, device=here)
         self._compiled_for: set[bool] = set()
         self._progress = Progress(CRITIC_METRICS, here)
         self._actor_progress = Progress(ACTOR_METRICS, here)

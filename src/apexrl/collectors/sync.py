@@ -113,7 +113,8 @@ class SyncCollector(BaseCollector):
             self._use(self.carry)
 
     def _make_actor(self) -> Actor:
-        return compiled(make_actor(self.policy, self.env.device), enabled=self.acceleration.compile)
+        actor = make_actor(self.policy, self.env.device)
+        return compiled(actor, enabled=self.acceleration.compile, device=self.policy.device)
 
     def start(self) -> None:
         """Start new episodes everywhere."""

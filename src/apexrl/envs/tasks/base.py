@@ -143,7 +143,7 @@ class TensorTask(VecEnv):
 
     def accelerate(self, acceleration: Acceleration) -> None:
         """Compile the transition, when asked for."""
-        self._transition = compiled(self._eager_transition, enabled=acceleration.compile)
+        self._transition = compiled(self._eager_transition, enabled=acceleration.compile, device=self.device)
 
     def spawn(self, num_envs: int) -> Self:
         """Make an independent task with the same options."""
