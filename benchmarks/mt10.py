@@ -6,13 +6,14 @@
 
 Every combination is a process of its own, all at once: presets ``mt10_bc``, then ``mt10_rloo`` from its weights; with
 ``--presets camera`` these are ``camera_bc`` and ``camera_rloo``: pictures, proprioception and instruction alone.
-Success is deterministic, over the 50 held-out initial states of each task: neither demonstrations nor rollouts start
-from these.
+Success is deterministic, over 50 held-out initial states of each task (100 of the one seen by camera): neither
+demonstrations nor rollouts start from these.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import multiprocessing
 import tempfile
@@ -32,7 +33,7 @@ from apexrl.run import make_trainer
 from apexrl.sections import SuiteConfig
 from apexrl.suite_run import make_suite_env
 
-PER_TASK = 50
+PER_TASK = {"mt10": 50, "camera": 100}
 
 
 def settings(head: str, workers: int, seed: int, more: dict[str, Any]) -> list[tuple[str, str]]:
@@ -48,10 +49,12 @@ def settings(head: str, workers: int, seed: int, more: dict[str, Any]) -> list[t
     return [(name, str(value)) for name, value in values.items()]
 
 
-def held_out(trainer: Any, num_envs: int) -> EvaluationResult:
-    env = trainer.env.spawn(num_envs)
+def held_out(trainer: Any, options: dict[str, Any]) -> EvaluationResult:
+    env = trainer.env.spawn(options["envs"])
+    env.suite = copy.copy(env.suite)
+    env.suite.num_init_states = PER_TASK[options["presets"]]
     try:
-        return evaluate(env, trainer.policy, PER_TASK * env.suite.num_tasks, deterministic=True)
+        return evaluate(env, trainer.policy, env.num_distinct_episodes, deterministic=True)
     finally:
         env.close()
 
@@ -73,7 +76,7 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
     words = [*base, ("task.demos", f"{directory}/demos-{demos}"), *options["bc"]]
     bc = make_trainer(load_config(f"{options['presets']}_bc", words), place / "bc")
     bc.learn()
-    start = held_out(bc, options["envs"])
+    start = held_out(bc, options)
     weights = bc.save_checkpoint(str(place / "bc.pt"))
     bc.close()
     print(f"{name} BC {100 * start.mean('success_once'):5.1f} %  {time.perf_counter() - started:4.0f} s", flush=True)
@@ -85,7 +88,7 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
         point = {"iteration": trainer.iteration, "steps": trainer.total_steps, "seconds": time.perf_counter() - started}
         point["sampled"] = stats.get("rollout/success_rate", float("nan"))
         if trainer.iteration % options["every"] == 0:
-            point["held_out"] = held_out(trainer, options["envs"]).mean("success_once")
+            point["held_out"] = held_out(trainer, options).mean("success_once")
             print(
                 f"{name} iteration {trainer.iteration:3}  sampled {100 * point['sampled']:5.1f} %  held out "
                 f"{100 * point['held_out']:5.1f} %  {point['steps']:9,} steps  {point['seconds']:4.0f} s",
@@ -98,7 +101,7 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
     while rloo.iteration < wanted and time.perf_counter() - started < options["seconds"]:
         rloo.cfg = replace(rloo.cfg, num_train_steps=rloo.iteration + 1)
         rloo.learn()
-    end = held_out(rloo, options["envs"])
+    end = held_out(rloo, options)
     rloo.close()
     seconds = time.perf_counter() - started
     print(f"{name} RLOO {100 * end.mean('success_once'):5.1f} %  {seconds:4.0f} s", flush=True)

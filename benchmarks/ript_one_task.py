@@ -36,7 +36,7 @@ from apexrl.loggers import Logger
 from apexrl.run import start
 
 NAME = "ript_one_task"
-ITERATIONS, EVALUATE_EVERY, EPISODES, GOAL = 20, 4, 50, 0.9
+ITERATIONS, EVALUATE_EVERY, EPISODES, GOAL = 15, 3, 50, 0.9
 BASELINES = {"group": "group-wise RLOO", "batch": "whole-batch baseline"}
 TASK: dict[str, Any] = {"num_parallel_envs": 32, "num_workers": 0, "max_episode_length": 150, "chunk": 5}
 POLICY: dict[str, Any] = {
@@ -63,8 +63,8 @@ RLOO: dict[str, Any] = {
 DIFFERENCES: dict[str, dict[str, dict[str, Any]]] = {
     "reach-v3": {
         "task": {"max_episode_length": 80},
-        "bc": {"min_std": 0.3},
-        "rloo": {"num_groups": 30, "target_kl": 0.2},
+        "bc": {"min_std": 0.2},
+        "rloo": {"num_groups": 30, "learning_rate": 7e-4},
     },
     "window-open-v3": {},
     "drawer-open-v3": {},
