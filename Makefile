@@ -5,8 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LIBERO := $(VENV)/.installed-libero
 LEROBOT := .venv-lerobot
+MANISKILL := .venv-maniskill
+MJLAB := .venv-mjlab
+ENVPOOL := .venv-envpool
+VULKAN := .vulkan
+CHROMIUM := .chromium
 
-.PHONY: help install install-libero train test test-gpu test-lerobot check format bench clean
+.PHONY: help install install-libero install-chromium train test test-gpu test-lerobot test-maniskill test-mjlab test-envpool check format bench clean torture docs
 
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,6 +36,11 @@ $(LIBERO): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,libero]"
 	touch $(LIBERO)
 
+install-chromium: $(CHROMIUM)/chromium  ## Unpack Debian's headless Chromium for the tests of reports (90 MB, no root).
+
+$(CHROMIUM)/chromium:
+	tests/install_chromium.sh $(CHROMIUM)
+
 train: install  ## Train the default preset (lift_ppo) and show the result.
 	$(BIN)/apexrl train lift_ppo
 
@@ -48,6 +58,37 @@ test-lerobot:  ## Test the LeRobot adapter in an environment of its own.
 	$(LEROBOT)/bin/pip install --quiet --no-deps lerobot==0.4.4 torchvision==0.29.2
 	HF_HUB_OFFLINE=1 PYTHONPATH=src $(LEROBOT)/bin/python -m pytest -p no:cacheprovider tests/lerobot
 
+# Simulators ask for other versions than we do, or are large. Each environment is made once.
+test-maniskill: $(MANISKILL)/.installed $(VULKAN)/.unpacked  ## Test the ManiSkill adapter in an environment of its own (2 GB).
+	VK_ICD_FILENAMES=$(CURDIR)/$(VULKAN)/usr/lib/chromium/vk_swiftshader_icd.json LD_LIBRARY_PATH=$(CURDIR)/$(VULKAN)/usr/lib/$(shell uname -m)-linux-gnu PYTHONPATH=src $(MANISKILL)/bin/python -m pytest -p no:cacheprovider tests/maniskill
+
+test-mjlab: $(MJLAB)/.installed  ## Test the mjlab adapter in an environment of its own (2 GB).
+	PYTHONPATH=src $(MJLAB)/bin/python -m pytest -p no:cacheprovider tests/mjlab
+
+test-envpool: $(ENVPOOL)/.installed  ## Test the envpool adapter in an environment of its own (2 GB).
+	PYTHONPATH=src $(ENVPOOL)/bin/python -m pytest -p no:cacheprovider tests/envpool
+
+.venv-%/.installed: tests/%/requirements.txt tests/requirements-package.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install --quiet torch==2.13.0
+	.venv-$*/bin/pip install --quiet --requirement $<
+	$(if $(filter mjlab,$*),.venv-$*/bin/pip install --quiet --no-deps mjlab==1.6.0 rsl-rl-lib==5.4.2)
+	touch $@
+
+# ManiSkill wants a Vulkan device even where nothing is drawn. Chromium brings one that runs on the CPU.
+$(VULKAN)/.unpacked:
+	mkdir -p $(VULKAN)
+	cd $(VULKAN) && apt-get download chromium-common libvulkan1
+	cd $(VULKAN) && for package in *.deb; do dpkg-deb -x "$$package" . || exit 1; done && rm ./*.deb
+	touch $@
+
+torture: install  ## Kill, fill, damage and mistreat runs for up to half an hour; ends with a table of what was lost.
+	$(BIN)/python -m tests.torture.run
+
+docs: install  ## Build the documentation as a site that needs no network: site/index.html.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open site/index.html"
+
 check: install  ## Lint, format check, types, layers.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,5 +103,5 @@ bench: install  ## Install the peers and compare with them on one CPU thread (ap
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
 	$(BIN)/apexrl bench ppo_cpu
 
-clean:  ## Remove the virtual environment and caches.
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+clean:  ## Remove the virtual environments and caches.
+	rm -rf $(VENV) $(MANISKILL) $(MJLAB) $(ENVPOOL) $(VULKAN) $(CHROMIUM) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

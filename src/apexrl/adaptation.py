@@ -17,12 +17,14 @@ from apexrl.policies import Policy, ROAPolicy
 from apexrl.rollout import make_actor, rollout
 from apexrl.run import TrainedPolicy, load_trained, make_task
 from apexrl.sections import TaskConfig
-from apexrl.types import OBSERVATION
+from apexrl.types import DONE, OBSERVATION, REWARD
 
 EPISODES, SEED, ABLATION_SEED = 256, 12345, 777
-TASK_WITH_CHANGE = "payload"
-LARGE_CHANGE: dict[str, Any] = {"change": "gain", "fixed": {"gain": 1.8}, "change_to": {"gain": 0.4}}
-"""Motors that suddenly lose most of their strength."""
+LARGE_CHANGES: dict[str, dict[str, Any]] = {
+    "payload": {"change": "gain", "fixed": {"gain": 1.8}, "change_to": {"gain": 0.4}},
+    "mujoco/WalkerPayload": {"change": "strength", "strength_range": (1.4, 1.4), "change_to": 0.6},
+}
+"""Tasks whose physics can change within an episode, and options by which motors lose most of their strength."""
 
 
 class Adaptation(NamedTuple):
@@ -69,11 +71,16 @@ def guessed_and_true(policy: ROAPolicy, obs: Any) -> tuple[Tensor, Tensor]:
 
 
 def mean_rewards(env: VecEnv, policy: Policy, num_steps: int, seed: int = SEED) -> Tensor:
-    """Return the mean reward of every step ``[T]`` over the environments, from the same episodes for every policy."""
+    """Return the mean reward of every step ``[T]`` over the first episodes, which are the same for every policy.
+
+    An episode that has ended earns nothing.
+    """
     policy.eval()
     actor = make_actor(policy, env.device, deterministic=True)
     batch, _ = rollout(env, actor, {OBSERVATION: env.reset(seed=seed)}, num_steps, keep=())
-    means: Tensor = batch["reward"].mean((1, 2)).cpu()
+    done = batch[DONE].int()
+    runs = done.cumsum(0) == done  # no step before this one has ended it
+    means: Tensor = (batch[REWARD] * runs).mean((1, 2)).cpu()
     return means
 
 
@@ -83,11 +90,12 @@ def compare(trained: TrainedPolicy, episodes: int = EPISODES) -> Adaptation:
     assert isinstance(policy, ROAPolicy)
     usual = trained.make_env(episodes)
     num_steps = min(usual.max_episode_steps or 200, 500)
-    change_step = num_steps // 2 if trained.config.task.id == TASK_WITH_CHANGE else 0
+    large_change = LARGE_CHANGES.get(trained.config.task.id or "")
+    change_step = num_steps // 2 if large_change else 0
     changing, one = usual, trained.make_env(1)
-    if change_step:
-        changing = _with_options(trained, episodes, {"change_step": change_step, "change": "gain"})
-        one = _with_options(trained, 1, {"change_step": change_step, **LARGE_CHANGE})
+    if large_change:
+        changing = _with_options(trained, episodes, {"change_step": change_step, "change": large_change["change"]})
+        one = _with_options(trained, 1, {"change_step": change_step, **large_change})
     contenders = {
         "teacher": policy.teacher,
         "student": policy,

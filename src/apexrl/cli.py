@@ -21,10 +21,15 @@ Train robot policies with reinforcement learning.
   apexrl train cartpole_ppo --task.id Acrobot-v1 --training.seed 3
   apexrl train my_run.yaml --run-dir runs/mine
   apexrl train --resume runs/mine              go on after a kill, a crash or Ctrl-C
+  apexrl train lift_ppo --seeds 5              five seeds, with what they say together
+  apexrl sweep my_sweep.yaml                   search for a configuration
   apexrl eval runs/mine --episodes 200         success and return, with intervals
+  apexrl manifest lift --output lift.json      pin the episodes of an evaluation: eval --manifest repeats them
+  apexrl compare runs/a runs/b                 pair their episodes and say whether the difference is real
   apexrl play runs/mine                        write a video
   apexrl export runs/mine                      write policy.onnx and policy.pt for a robot
   apexrl plot runs/a runs/b                    draw learning curves
+  apexrl report runs/a runs/b                  write one HTML page about them
   apexrl demos mt10 --per-task 10              record demonstrations to imitate
 """
 
@@ -71,7 +76,7 @@ def _run(words: list[str]) -> int:
     if options.command is None:
         parser.print_help()
         return 0
-    rest += [f"--{name}" for name, _ in overrides if options.command != "train"]
+    rest += [f"--{name}" for name, _ in overrides if options.command not in ("train", "manifest")]
     if rest:
         raise ConfigError(_unknown(rest[0], options.command))
     run: Command = options.run
@@ -122,7 +127,8 @@ def _unknown(word: str, command: str) -> str:
     if command == "train":
         from apexrl.config import field_paths
 
-        known = ["--run-dir", "--resume", "--config_path", *(f"--{path}" for path in field_paths())]
+        known = ["--run-dir", "--resume", "--config_path", "--seeds", "--jobs"]
+        known += [f"--{path}" for path in field_paths()]
         same_key = [path for path in known if path.endswith(f".{word.lstrip('-')}")]
         hint = did_you_mean(word, same_key or known)
     return f"Unknown option '{word}'.{hint} 'apexrl {command} --help' lists all."

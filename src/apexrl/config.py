@@ -19,10 +19,13 @@ from pydantic import TypeAdapter, ValidationError
 from apexrl.agent.trainer import TrainingConfig
 from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BCConfig, PPOConfig
 from apexrl.errors import ConfigError, did_you_mean
+from apexrl.migrations import CONFIG_VERSION, VERSION, migrated_config
 from apexrl.sections import FeaturesConfig, LoggingConfig, PolicyConfig, SuiteConfig, TaskConfig, VLAConfig
 
 DEFAULT_PRESET = "lift_ppo"
 SUITE_ALGORITHMS = ("rloo", "bc")
+MAX_VALUES = 10_000
+"""In a configuration, with its anchors filled in: a few lines of YAML can stand for more than any memory holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +64,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that YAML and checkpoints can hold."""
-        plain: dict[str, Any] = _plain(asdict(self))
-        return plain
+        return {VERSION: CONFIG_VERSION, **_plain(asdict(self))}
 
 
 SECTIONS: dict[str, tuple[type, ...]] = {
@@ -102,19 +104,19 @@ def section_class(name: str, values: Mapping[str, Any]) -> type:
 
 def preset_names() -> list[str]:
     """Return the names of the presets that ship."""
-    return sorted(Path(entry.name).stem for entry in _preset_dir().iterdir() if entry.name.endswith(".yaml"))
+    return sorted(Path(entry.name).stem for entry in preset_dir().iterdir() if entry.name.endswith(".yaml"))
 
 
 def preset_summary(name: str) -> str:
     """Return the first line of a preset, a comment that says what it is."""
-    text: str = (_preset_dir() / f"{name}.yaml").read_text()
+    text: str = (preset_dir() / f"{name}.yaml").read_text()
     return text.splitlines()[0].lstrip("# ")
 
 
 def read_source(source: str) -> dict[str, Any]:
     """Read a preset by name, or a YAML file by path."""
     if source in preset_names():
-        return parse_yaml((_preset_dir() / f"{source}.yaml").read_text(), source)
+        return migrated_config(parse_yaml((preset_dir() / f"{source}.yaml").read_text(), source), source)
     path = Path(source)
     if path.suffix in (".yaml", ".yml") or path.exists():
         if not path.is_file():
@@ -122,11 +124,16 @@ def read_source(source: str) -> dict[str, Any]:
                 f"There is no configuration file at {path}; give an existing one, or a preset: "
                 f"{', '.join(preset_names())}."
             )
-        return parse_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path))
+        return read_config(path)
     raise ConfigError(
         f"Unknown preset '{source}'; presets are {', '.join(preset_names())}, or give a YAML file."
         + did_you_mean(source, preset_names())
     )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the sections of a YAML file of any version as this version has them."""
+    return migrated_config(parse_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path)), str(path))
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
@@ -145,6 +152,16 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 class _Loader(yaml.SafeLoader):
     """Plain YAML, in which a key stands once and 10:30 is text instead of 630."""
 
+    def get_single_node(self) -> Any:
+        """Return the document, unless it is too large to be a configuration."""
+        node = super().get_single_node()
+        if _num_values(node, {}) > MAX_VALUES:
+            name = _largest_part(node)
+            raise ConfigError(
+                f"{name} stands for more than {MAX_VALUES} values; use fewer anchors (&) and aliases (*)."
+            )
+        return node
+
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Make a mapping, or name the key that is given twice."""
         seen: set[str] = set()
@@ -158,6 +175,26 @@ class _Loader(yaml.SafeLoader):
         return mapping
 
 
+def _num_values(node: Any, known: dict[int, float]) -> float:
+    """Count the values of a YAML node, with its aliases filled in; infinite when it holds itself."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = [part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))]
+        known[id(node)] = 1 + sum(_num_values(part, known) for part in parts)
+    return known[id(node)]
+
+
+def _largest_part(node: Any) -> str:
+    """Name the field with the most values, or the section."""
+    names: list[str] = []
+    while isinstance(node, yaml.MappingNode) and len(names) < 2:
+        key, node = max(node.value, key=lambda entry: _num_values(entry[1], {}))
+        names.append(str(key.value))
+    return ".".join(names) or "it"
+
+
 _TIME = ("tag:yaml.org,2002:str", re.compile(r"[-+]?[0-9][0-9_]*(:[0-9]+)+(\.[0-9_]*)?$"))
 _Loader.yaml_implicit_resolvers = {
     first: [_TIME, *resolvers] for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -166,7 +203,7 @@ _Loader.yaml_implicit_resolvers = {
 
 def with_overrides(raw: Mapping[str, Any], overrides: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """Set ``section.key`` to values given as text."""
-    merged: dict[str, Any] = _copied(raw)
+    merged: dict[str, Any] = _copied(migrated_config(raw))
     for name, text in overrides:
         *parents, last = name.split(".")
         _require_known(name, parents, last)
@@ -195,7 +232,7 @@ def make_config(raw: Mapping[str, Any]) -> Config:
     """
     problems: list[str] = []
     sections: dict[str, Any] = {}
-    for name, values in raw.items():
+    for name, values in migrated_config(raw).items():
         if name not in SECTIONS:
             problems.append(
                 f"Unknown section '{name}'; sections are {', '.join(SECTIONS)}.{did_you_mean(str(name), SECTIONS)}"
@@ -211,8 +248,12 @@ def make_config(raw: Mapping[str, Any]) -> Config:
 
 def load_config(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
     """Read a preset or a YAML file, apply overrides, and check the result."""
+    return overridden(read_source(source), overrides)
+
+
+def overridden(stored: Mapping[str, Any], overrides: Iterable[tuple[str, str]]) -> Config:
+    """Apply overrides to the sections of a configuration, which may choose another kind of section."""
     overrides = list(overrides)
-    stored = read_source(source)
     return make_config(_without_other_kinds(stored, with_overrides(stored, overrides), dict(overrides)))
 
 
@@ -273,7 +314,7 @@ def _section(name: str, values: dict[str, Any], problems: list[str]) -> Any:
                 f"Unknown field '{name}.{key}'; fields{which} are {', '.join(known)}.{did_you_mean(str(key), known)}"
             )
         elif known[key].startswith(("int", "float")):
-            checked[key] = number = _number(value)
+            checked[key] = number = as_number(value)
             if isinstance(number, bool) or (isinstance(number, float) and not math.isfinite(number)):
                 problems.append(f"{name}.{key} must be a finite number, got {value!r}.")
         else:
@@ -285,7 +326,7 @@ def _section(name: str, values: dict[str, Any], problems: list[str]) -> Any:
         return None
 
 
-def _number(value: Any) -> Any:
+def as_number(value: Any) -> Any:
     """Read text such as 1e6, which YAML does not take for a number."""
     try:
         return float(value) if isinstance(value, str) else value
@@ -320,5 +361,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _preset_dir() -> Any:
-    return resources.files("apexrl") / "presets"
+def preset_dir() -> Path:
+    """Return where the files are that ship."""
+    return Path(str(resources.files("apexrl"))) / "presets"

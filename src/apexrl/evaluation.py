@@ -6,138 +6,35 @@ import csv
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import stats
 from tensordict import TensorDict
 
-from apexrl.envs.base import VecEnv
+from apexrl.envs.base import SeededVecEnv, VecEnv
+from apexrl.envs.separate import SeparateEnvs
+from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.envs.suites.base import InitState
 from apexrl.errors import EnvError, RunDirError
-from apexrl.metrics import (
-    IDENTITY_FIELDS,
-    EpisodeMetrics,
-    FinishedEpisodes,
-    evaluation_log_names,
-    fold_episodes,
-)
+from apexrl.evaluation_result import EvaluationResult, StepRows
+from apexrl.metrics import EpisodeMetrics, FinishedEpisodes, MetricSpec, fold_episodes
 from apexrl.policies.base import Policy
 from apexrl.rollout import initial_state, make_actor, rollout
-from apexrl.types import METRIC, OBSERVATION, REWARD, Carry
+from apexrl.types import METRIC, OBSERVATION, REWARD, TRUNCATED, Actor, Carry, Observation
 
-RATE_FIELDS = ("success_once", "success_at_end", "fail_once")
-StepRows = dict[int, list[dict[str, float]]]
-"""Environment index -> one row a step."""
-
-
-@dataclass(frozen=True)
-class EvaluationResult:
-    """What every evaluated episode gave, and summaries of it. As a number it is the mean return."""
-
-    episodes: dict[str, NDArray[np.float64]]
-    """Episode field -> one value an episode; NaN where a metric was never reported."""
-    step_rows: StepRows | None = field(default=None, repr=False)
-    """One row a step for each environment, when asked for."""
-    task_names: Sequence[str] = ()
-    """Of an environment with several tasks."""
-
-    @property
-    def num_episodes(self) -> int:
-        """Episodes evaluated."""
-        return len(self.episodes["return"])
-
-    def mean(self, name: str) -> float:
-        """Mean of an episode field over the episodes that reported it; NaN when none did."""
-        known = self._known(name)
-        return float(known.mean()) if len(known) else math.nan
-
-    def interval(self, name: str, confidence: float = 0.95) -> tuple[float, float]:
-        """Confidence interval of the mean: Wilson's for rates, the percentile bootstrap for other fields."""
-        known = self._known(name)
-        if name in RATE_FIELDS and len(known):
-            test = stats.binomtest(int(known.sum()), len(known))
-            low, high = test.proportion_ci(confidence, method="wilson")
-            return float(low), float(high)
-        if len(known) < 2 or known.min() == known.max():
-            return self.mean(name), self.mean(name)
-        means = np.random.default_rng(0).choice(known, (2000, len(known))).mean(1)
-        low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-        return float(low), float(high)
-
-    def logs(self) -> dict[str, float]:
-        """Return every mean under its log name, and the spread of the returns."""
-        fields = [name for name in self.episodes if name not in IDENTITY_FIELDS]
-        logs = {log: self.mean(name) for name in fields for log in evaluation_log_names(name)}
-        returns = self.episodes["return"]
-        for name, value in (
-            ("mean", returns.mean()),
-            ("std", returns.std()),
-            ("min", returns.min()),
-            ("max", returns.max()),
-        ):
-            logs[f"eval/{name}_reward"] = float(value)
-        return logs
-
-    def record(self) -> dict[str, Any]:
-        """Return a JSON-able summary: episodes, and mean and interval of every field."""
-        record: dict[str, Any] = {"episodes": self.num_episodes}
-        for name in self.episodes:
-            if len(self._known(name)) and name not in IDENTITY_FIELDS:
-                record[name] = self.mean(name)
-                record[f"{name}_interval"] = list(self.interval(name))
-        if "success_once" in record:
-            record["success_rate"] = record["success_once"]
-            record["success_rate_interval"] = record["success_once_interval"]
-        if tasks := self.per_task():
-            record["per_task"] = {
-                name: {
-                    "success_rate": task.mean("success_once"),
-                    "interval": list(task.interval("success_once")),
-                    "episodes": task.num_episodes,
-                }
-                for name, task in tasks.items()
-            }
-        return record
-
-    def per_task(self) -> dict[str, EvaluationResult]:
-        """Return the episodes of each task that had any; nothing for an environment with one task."""
-        parts = {}
-        for index, name in enumerate(self.task_names):
-            rows = self.episodes["task_id"] == index
-            if rows.any():
-                parts[name] = EvaluationResult({key: values[rows] for key, values in self.episodes.items()})
-        return parts
-
-    def summary(self) -> str:
-        """Return one line for people."""
-        text = f"return {self.mean('return'):.2f}"
-        if self.num_episodes > 1:
-            low, high = self.interval("return")
-            text += f" (95 % interval {low:.2f} to {high:.2f})"
-        if "success_once" in self.episodes:
-            text += f", success {100 * self.mean('success_once'):.1f} %"
-            if self.num_episodes > 1:
-                low, high = self.interval("success_once")
-                text += f" ({100 * low:.1f} to {100 * high:.1f} %)"
-            text += f", at the end {100 * self.mean('success_at_end'):.1f} %"
-        return f"{text}, over {self.num_episodes} episode{'s' if self.num_episodes > 1 else ''}"
-
-    def __float__(self) -> float:
-        return self.mean("return")
-
-    def __format__(self, spec: str) -> str:
-        return format(float(self), spec) if spec else self.summary()
-
-    def __str__(self) -> str:
-        return self.summary()
-
-    def _known(self, name: str) -> NDArray[np.float64]:
-        values = self.episodes[name]
-        return values[~np.isnan(values)]
+__all__ = [
+    "EvaluationResult",
+    "StepRows",
+    "evaluate",
+    "evaluate_starts",
+    "extend_rows",
+    "group_size",
+    "record_video",
+    "save_step_csvs",
+]
 
 
 def evaluate(
@@ -173,66 +70,199 @@ def evaluate(
         num_episodes = min(num_episodes, env.num_distinct_episodes)
     quota = np.full(env.num_envs, num_episodes // env.num_envs)
     quota[: num_episodes % env.num_envs] += 1
-    taken, counted_steps = np.zeros_like(quota), np.zeros_like(quota)
-    parts: list[dict[str, NDArray[np.float64]]] = []
-    rows: StepRows = {index: [] for index in range(env.num_envs)}
-    episode_metrics, num_steps = EpisodeMetrics(), 0
-    cuda = [policy.device] if policy.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda), _restored_mode(policy):
-        torch.manual_seed(seed)
-        carry: Carry = {OBSERVATION: env.reset(seed=seed), **initial_state(policy, env)}
+    counted = _Counted(quota, rows={index: [] for index in range(env.num_envs)} if record_steps else None)
+    with _left_alone(policy, seed):
         actor = make_actor(policy, env.device, deterministic=deterministic)
-        while (taken < quota).any():
-            if num_steps >= max_steps:
-                raise EnvError(
-                    f"Evaluation gave up: {int(taken.sum())} of {num_episodes} episodes ended within {max_steps} "
-                    "steps of each environment. Give the task a time limit (task.kwargs.max_episode_steps)."
-                )
-            batch, carry = rollout(env, actor, carry, min(1000, max_steps), keep=(), until_done=True)
-            if record_steps:
-                extend_rows(rows, batch)
-            finished = fold_episodes(batch, env.metric_specs, episode_metrics)
-            parts.append(_within_quota(finished, quota, taken, counted_steps))
-            num_steps += batch.shape[0]
-            if on_progress is not None:
-                on_progress(int(taken.sum()))
+        _run(env, actor, policy, env.reset(seed=seed), counted, max_steps, on_progress)
+    episodes = counted.episodes()
+    del episodes[_ENV], episodes[_CUT]
+    return _without_lost(episodes, counted.rows, env.task_names)
+
+
+def evaluate_starts(
+    env: VecEnv,
+    policy: Policy,
+    starts: Sequence[int] | Sequence[InitState],
+    *,
+    max_steps: int = 100_000,
+    on_progress: Callable[[int], None] | None = None,
+) -> EvaluationResult:
+    """Run one deterministic episode from each start; on a CPU the result is the same for any number of environments.
+
+    Each episode depends on its start and on the policy alone, to the last bit: the policy acts for one environment at
+    a time, because a product of larger matrices rounds differently, and the environments have nothing in common.
+
+    Args:
+        env: environments for this evaluation alone, all of one kind; they run the episodes in groups.
+        policy: evaluated as it is, normalisers frozen.
+        starts: a seed for each episode; initial states for a suite.
+        max_steps: an episode that takes more steps than this stops the evaluation.
+        on_progress: called with the number of episodes so far.
+
+    Returns:
+        The episodes in the order of their starts, with ``episode_id`` (the index of the start) and ``truncated``.
+
+    Raises:
+        EnvError: when the environment cannot start an episode alone, or an episode does not end.
+    """
+    if not starts:
+        raise ValueError("starts must name at least one episode")
+    own = None
+    if not isinstance(env, SeededVecEnv | SuiteVecEnv):
+        own = SeparateEnvs(env, group_size(len(starts), env.num_envs))
+    runner = own or env
+    parts: list[dict[str, NDArray[np.float64]]] = []
+    try:
+        with _left_alone(policy, seed=0):
+            actor = _one_by_one(make_actor(policy, env.device, deterministic=True))
+            for first in range(0, len(starts), runner.num_envs):
+                group = starts[first : first + runner.num_envs]
+                counted = _Counted(np.arange(runner.num_envs) < len(group))
+                tell = None if on_progress is None else _counting_on(on_progress, first)
+                _run(runner, actor, policy, _begin(runner, group), counted, max_steps, tell)
+                episodes = counted.episodes()
+                order = np.argsort(episodes[_ENV])
+                episodes = {name: values[order] for name, values in episodes.items()}
+                parts.append({**episodes, "episode_id": first + episodes[_ENV]})
+    finally:
+        if own is not None:
+            own.close()
+    joined = _join(parts)
+    joined[TRUNCATED] = joined.pop(_CUT)
+    del joined[_ENV]
+    return _without_lost(joined, None, env.task_names)
+
+
+def group_size(num_starts: int, num_envs: int) -> int:
+    """Return how many environments run the episodes in as few groups as ``num_envs`` would, all of about one size."""
+    return math.ceil(num_starts / math.ceil(num_starts / num_envs))
+
+
+def _begin(env: VecEnv, group: Sequence[Any]) -> Observation:
+    """Start the episodes of a group in the first environments; what the others do is not counted."""
+    if isinstance(env, SuiteVecEnv):
+        env.assign(group)
+        return env.reset()
+    assert isinstance(env, SeededVecEnv)
+    return env.reset_each([*group, *[group[-1]] * (env.num_envs - len(group))])
+
+
+def _one_by_one(actor: Actor) -> Actor:
+    """Let an actor see one environment at a time."""
+
+    def act(carry: Carry) -> dict[str, torch.Tensor]:
+        num_envs = carry[OBSERVATION].shape[0]
+        # Copies, because where a row lies in memory decides how a product of matrices is computed.
+        rows = [actor({name: value[i : i + 1].clone() for name, value in carry.items()}) for i in range(num_envs)]
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+    return act
+
+
+def _counting_on(on_progress: Callable[[int], None], first: int) -> Callable[[int], None]:
+    return lambda count: on_progress(first + count)
+
+
+_ENV, _CUT = "in environment", "cut by the time limit"
+"""Columns of counted episodes: where each ran, and whether it was truncated. No metric has a name with spaces."""
+
+
+class _Counted:
+    """The episodes that count: as many of each environment as its quota says.
+
+    Args:
+        quota: ``[N]``.
+        rows: where one row a step goes, when wanted.
+    """
+
+    def __init__(self, quota: NDArray[Any], rows: StepRows | None = None) -> None:
+        self.quota, self.rows = quota.astype(np.int64), rows
+        self.taken, self._steps = np.zeros_like(self.quota), np.zeros_like(self.quota)
+        self._parts: list[dict[str, NDArray[np.float64]]] = []
+
+    @property
+    def complete(self) -> bool:
+        return bool((self.taken >= self.quota).all())
+
+    def add(self, finished: FinishedEpisodes) -> None:
+        """Bring finished episodes to the host and keep those that the quotas still have room for."""
+        table = torch.stack([finished.ended.double(), *finished.value.values()]).cpu().numpy()
+        ended = table[0] > 0
+        rank = self.taken + ended.cumsum(0)
+        keep = ended & (rank <= self.quota)
+        self.taken += keep.sum(0)
+        values = dict(zip(finished.value, table[1:], strict=True))
+        self._steps += np.where(keep, values["episode_len"], 0.0).sum(0).astype(np.int64)
+        self._parts.append({name: value[keep] for name, value in values.items()} | {_ENV: np.nonzero(keep)[1]})
+
+    def episodes(self) -> dict[str, NDArray[np.float64]]:
+        """Return one value an episode for each field, and cut the rows to the steps of these episodes."""
+        for index, env_rows in (self.rows or {}).items():
+            # Past its quota an environment goes on until the others are done.
+            del env_rows[self._steps[index] :]
+        return _join(self._parts)
+
+
+def _run(
+    env: VecEnv,
+    actor: Actor,
+    policy: Policy,
+    obs: Observation,
+    counted: _Counted,
+    max_steps: int,
+    on_progress: Callable[[int], None] | None,
+) -> None:
+    """Step environments that were reset until every quota is full."""
+    carry: Carry = {OBSERVATION: obs, **initial_state(policy, env)}
+    episode_metrics, num_steps = EpisodeMetrics(), 0
+    while not counted.complete:
+        if num_steps >= max_steps:
+            raise EnvError(
+                f"Evaluation gave up: {counted.taken.sum()} of {counted.quota.sum()} episodes ended within {max_steps} "
+                "steps of each environment. Give the task a time limit (task.kwargs.max_episode_steps)."
+            )
+        batch, carry = rollout(env, actor, carry, min(1000, max_steps), keep=(), until_done=True)
+        if counted.rows is not None:
+            extend_rows(counted.rows, batch)
+        batch[METRIC, _CUT] = batch[TRUNCATED].float()
+        specs = {**env.metric_specs, _CUT: MetricSpec(_CUT, "last")}
+        counted.add(fold_episodes(batch, specs, episode_metrics))
+        num_steps += batch.shape[0]
+        if on_progress is not None:
+            on_progress(int(counted.taken.sum()))
+
+
+def _join(parts: Sequence[dict[str, NDArray[np.float64]]]) -> dict[str, NDArray[np.float64]]:
+    """Join columns; NaN where a part has none."""
     names = dict.fromkeys(name for part in parts for name in part)
-    episodes = {
+    return {
         name: np.concatenate([part.get(name, np.full(len(part["return"]), np.nan)) for part in parts]) for name in names
     }
-    if "lost" in episodes:  # their worker died: they say nothing about the policy
-        kept = ~(episodes["lost"] > 0)
-        if not kept.any():
-            raise EnvError("The evaluation lost every episode: the workers died. Use fewer environments.")
-        episodes = {name: values[kept] for name, values in episodes.items()}
-    # Past its quota an environment goes on until the others are done; those steps belong to no counted episode.
-    rows = {index: env_rows[: counted_steps[index]] for index, env_rows in rows.items()}
-    return EvaluationResult(episodes, rows if record_steps else None, env.task_names)
+
+
+def _without_lost(
+    episodes: dict[str, NDArray[np.float64]], rows: StepRows | None, task_names: Sequence[str]
+) -> EvaluationResult:
+    """Leave out the episodes whose worker died, and say how many they are."""
+    lost = episodes.get("lost", np.zeros_like(episodes["return"])) > 0
+    if lost.all():
+        raise EnvError("The evaluation lost every episode: the workers died. Use fewer environments.")
+    kept = {name: values[~lost] for name, values in episodes.items()}
+    return EvaluationResult(kept, rows, task_names, int(lost.sum()))
 
 
 @contextmanager
-def _restored_mode(policy: Policy) -> Iterator[None]:
-    """Put a policy into evaluation mode for a while."""
+def _left_alone(policy: Policy, seed: int) -> Iterator[None]:
+    """Put a policy into evaluation mode for a while, with random numbers of its own."""
     was_training = policy.training
     policy.eval()
+    cuda = [policy.device] if policy.device.type == "cuda" else []
     try:
-        yield
+        with torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(seed)
+            yield
     finally:
         policy.train(was_training)
-
-
-def _within_quota(
-    finished: FinishedEpisodes, quota: NDArray[Any], taken: NDArray[Any], counted_steps: NDArray[Any]
-) -> dict[str, NDArray[np.float64]]:
-    """Bring the finished episodes to the host and keep those that the quotas still have room for."""
-    table = torch.stack([finished.ended.double(), *finished.value.values()]).cpu().numpy()
-    ended = table[0] > 0
-    rank = taken + ended.cumsum(0)
-    keep = ended & (rank <= quota)
-    taken += keep.sum(0)
-    values = dict(zip(finished.value, table[1:], strict=True))
-    counted_steps += np.where(keep, values["episode_len"], 0.0).sum(0).astype(counted_steps.dtype)
-    return {name: value[keep] for name, value in values.items()}
 
 
 def extend_rows(rows: StepRows, batch: TensorDict) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import random
 import shutil
@@ -18,13 +19,13 @@ import numpy as np
 import torch
 import yaml
 
-from apexrl import distributed
+from apexrl import distributed, files
 from apexrl.agent import Trainer, checkpoint
 from apexrl.agent.trainer import env_seed
 from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig, RLOOConfig
 from apexrl.algorithms.base import find_device
 from apexrl.collectors import AsyncCollector, BaseCollector, RayCollector, RolloutGenerator, SyncCollector
-from apexrl.config import Config, make_config, parse_yaml, with_overrides
+from apexrl.config import Config, make_config, read_config, with_overrides
 from apexrl.envs import VecEnv, make_env
 from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.errors import ApexRLError, CheckpointError, ConfigError, RunDirError
@@ -52,19 +53,23 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
     """
     distributed.join(prepare_device(config))
     made = run_dir is None or not run_dir.exists()
-    run_dir = distributed.on_first(lambda: _claim(new_run_dir(name) if run_dir is None else run_dir))
+    run_dir = distributed.on_first(lambda: claim(new_run_dir(name) if run_dir is None else run_dir))
+    lock = files.DirectoryLock(run_dir)
+    distributed.on_first(lock.acquire)
     trainer = None
     try:
         distributed.on_first(lambda: _write_config(run_dir, config))
         trainer = make_trainer(config, run_dir, loggers, init_from=config.training.init_from)
         trainer.loggers[:0] = file_loggers(config, run_dir)
+        trainer.run_lock = lock
     except BaseException:
         if trainer is not None:
             trainer.close()
         if distributed.is_first():
             _clear(run_dir)
-            if made:
-                run_dir.rmdir()
+        lock.release()
+        if distributed.is_first() and made:
+            run_dir.rmdir()
         raise
     return trainer
 
@@ -94,28 +99,49 @@ def new_run_dir(name: str) -> Path:
 
 
 def resume(run_dir: Path, overrides: Iterable[tuple[str, str]] = (), loggers: Sequence[Logger] = ()) -> Trainer:
-    """Go on from the newest checkpoint of a run, or from the start when it has none yet.
+    """Go on from the newest checkpoint of a run that can be read, or from the start when it has none yet.
 
     Log lines after the checkpoint are dropped, because they are written again. Nothing changes when this fails.
     """
     config = resumed_config(run_dir, overrides)
     distributed.join(prepare_device(config))
-    paths = checkpoint.numbered(run_dir / "checkpoints")
-    trainer = make_trainer(config, run_dir, loggers, init_from="" if paths else config.training.init_from)
+    lock = files.DirectoryLock(run_dir)
+    distributed.on_first(lock.acquire)
+    trainer = None
     try:
-        if paths:
-            trainer.load_checkpoint(paths[-1].name)
-        trainer.loggers[:0] = file_loggers(config, run_dir, purge_step=trainer.total_steps + 1 if paths else 0)
+        has_any = bool(checkpoint.numbered(run_dir / "checkpoints"))
+        trainer = make_trainer(config, run_dir, loggers, init_from="" if has_any else config.training.init_from)
+        trainer.run_lock = lock
+        if has_any:
+            _load_newest(trainer, run_dir / "checkpoints")
+        trainer.loggers[:0] = file_loggers(config, run_dir, purge_step=trainer.total_steps + 1 if has_any else 0)
+        distributed.on_first(partial(_tidy, run_dir, config, trainer))
     except BaseException:
-        trainer.close()
+        if trainer is not None:
+            trainer.close()
+        lock.release()
         raise
-    if not distributed.is_first():
-        return trainer
+    return trainer
+
+
+def _load_newest(trainer: Trainer, directory: Path) -> None:
+    """Load the newest checkpoint that can be read; newer ones get another name, so that nobody meets them again."""
+    newest, _, problems = checkpoint.load_newest(directory, lambda path: trainer.load_checkpoint(path.name))
+    for problem in problems:
+        trainer.tell(f"{problem} Going on from {newest.name}, the newest that can be read.")
+    if problems and distributed.is_first():
+        for path in checkpoint.numbered(directory)[-len(problems) :]:
+            path.rename(path.with_name(f"{path.name}.damaged"))
+
+
+def _tidy(run_dir: Path, config: Config, trainer: Trainer) -> None:
+    """Take back what the run had written after its checkpoint."""
+    for directory in (run_dir, run_dir / "checkpoints"):
+        files.remove_parts(directory)
     cut_json_lines(run_dir / "metrics.jsonl", trainer.iteration)
     # The checkpoint knows how many evaluations came before it: the one at the end of training came after.
     cut_json_lines(run_dir / "evaluations.jsonl", trainer.iteration, max_lines=trainer.num_evaluations)
     _write_config(run_dir, config)
-    return trainer
 
 
 def resumed_config(run_dir: Path, overrides: Iterable[tuple[str, str]] = ()) -> Config:
@@ -125,8 +151,11 @@ def resumed_config(run_dir: Path, overrides: Iterable[tuple[str, str]] = ()) -> 
         raise RunDirError(
             f"{run_dir} is not a run directory: it has no config.yaml. Name one that 'apexrl train' made."
         )
-    stored = parse_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path))
-    overrides = list(overrides)
+    return changed_config(read_config(path), list(overrides))
+
+
+def changed_config(stored: Mapping[str, Any], overrides: Sequence[tuple[str, str]]) -> Config:
+    """Apply overrides to the configuration of a run that exists; refuses what may not change."""
     before, after = make_config(stored), make_config(with_overrides(stored, overrides))
     collectors = {before.training.collector, after.training.collector}
     if len(collectors) > 1 and "ray" in collectors:
@@ -307,8 +336,7 @@ class TrainedPolicy:
 
 def load_trained(source: Path) -> TrainedPolicy:
     """Load the newest checkpoint of a run directory, or one checkpoint file."""
-    source = _newest_checkpoint(source)
-    content = checkpoint.load(source)
+    source, content = _load_content(source)
     if not content["config"]:
         raise ConfigError(f"{source} holds no configuration: it was saved by a runner, not by 'apexrl train'.")
     try:
@@ -327,18 +355,22 @@ def load_trained(source: Path) -> TrainedPolicy:
     return TrainedPolicy(config, policy, device, source)
 
 
-def _newest_checkpoint(source: Path) -> Path:
-    """Return the newest checkpoint of a run directory, or the checkpoint itself."""
+def _load_content(source: Path) -> tuple[Path, dict[str, Any]]:
+    """Read the newest readable checkpoint of a run directory, or one checkpoint file; returns its path too."""
     if not source.is_dir():
-        return source
-    return checkpoint.latest(source / "checkpoints" if (source / "checkpoints").is_dir() else source)
+        return source, checkpoint.load(source)
+    directory = source / "checkpoints" if (source / "checkpoints").is_dir() else source
+    path, content, problems = checkpoint.load_newest(directory, checkpoint.load)
+    for problem in problems:
+        logging.getLogger("apexrl").warning("%s %s is used, the newest that can be read.", problem, path.name)
+    return path, content
 
 
 def _start_from(policy: Policy, source: Path, env: VecEnv) -> None:
     """Give a policy the weights of a checkpoint."""
     try:
-        path = _newest_checkpoint(source)
-        state = checkpoint.load(path)["policy"]
+        path, content = _load_content(source)
+        state = content["policy"]
         if isinstance(policy, VLAPolicy):
             state = with_adapters(policy, state)
         checkpoint.load_module(policy, state, path)
@@ -443,11 +475,12 @@ def prepare_device(config: Config) -> torch.device:
     return device
 
 
-def _claim(run_dir: Path) -> Path:
+def claim(run_dir: Path) -> Path:
     """Make sure that a new run overwrites nothing and can be written; returns its directory."""
     if run_dir.exists() and not run_dir.is_dir():
         raise RunDirError(f"--run-dir {run_dir} is a file; name a new directory.")
-    if run_dir.is_dir() and any(run_dir.iterdir()):
+    leftovers = (files.DirectoryLock.NAME, f".config.yaml{files.PART}")  # of a process that was killed as it began
+    if run_dir.is_dir() and any(path.name not in leftovers for path in run_dir.iterdir()):
         raise RunDirError(f"--run-dir {run_dir} is not empty; name a new directory, or use --resume {run_dir}.")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -467,6 +500,4 @@ def _wandb_id(run_dir: Path) -> str:
 
 
 def _write_config(run_dir: Path, config: Config) -> None:
-    temporary = run_dir / ".config.yaml.part"
-    temporary.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
-    temporary.replace(run_dir / "config.yaml")
+    files.replace_text(run_dir / "config.yaml", yaml.safe_dump(config.to_dict(), sort_keys=False))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,12 @@ from typing import Any
 
 import torch
 
+from apexrl import files
 from apexrl.agent import checkpoint
 from apexrl.agent.trainer import TrainingConfig
 from apexrl.algorithms import BC, BaseAlgorithm, BCConfig, RLOOConfig
 from apexrl.collectors import BaseCollector, DemoCollector, InitStateDataset, RolloutGenerator, SuiteRunner
+from apexrl.collectors.init_states import read_statistics
 from apexrl.demos import load_demos
 from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.envs.suites import make_suite
@@ -96,7 +97,7 @@ def _begin_statistics(generator: RolloutGenerator, run_dir: Path) -> None:
         return
     first = run_dir / FIRST_ROLLOUT_STATS
     if first.exists():
-        generator.stats.load_state_dict(json.loads(first.read_text(encoding="utf-8")))
+        generator.stats.load_state_dict(read_statistics(first))
     else:
         write_json(first, generator.stats.state_dict())
         generator.stats.write()  # a place that cannot be written is better found before the first batch than after it
@@ -186,9 +187,4 @@ def write_final_results(run_dir: Path, iteration: int, total_steps: int) -> Path
 
 def write_json(path: Path, content: Any) -> Path:
     """Replace a JSON file atomically."""
-    temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    return temporary.replace(path)
+    return files.replace_text(path, json.dumps(content, indent=1))

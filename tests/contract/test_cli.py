@@ -131,7 +131,7 @@ def test_config_yaml_starts_the_same_run_again(lift: Path, tmp_path: Path) -> No
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         assert without_time(tmp_path / "again" / name) == without_time(lift / name)
     stored = yaml.safe_load((lift / "config.yaml").read_text())
-    assert set(stored) == {"task", "policy", "algo", "training", "logging", "features"}
+    assert set(stored) == {"version", "task", "policy", "algo", "training", "logging", "features"}
     assert stored["algo"]["gamma"] == 0.99
 
 
@@ -590,8 +590,8 @@ def test_a_run_is_not_resumed_from_a_checkpoint_with_a_bad_part(
         (_empty, ["not a readable checkpoint"]),
         (_malicious_pickle, ["not a readable checkpoint", "not written by apexrl"]),
         (_malicious_checkpoint, ["not a readable checkpoint", "not written by apexrl"]),
-        (_newer_format, ["format 99", "format 1", "Update apexrl"]),
-        (_older_format, ["format 0", "format 1"]),
+        (_newer_format, ["format 99", "formats 1 to 4", "Update apexrl"]),
+        (_older_format, ["format 0", "formats 1 to 4"]),
         (_foreign, ["not written by apexrl", "format number"]),
         (_incomplete, ["not written by apexrl", "policy"]),
     ],

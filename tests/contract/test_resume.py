@@ -419,6 +419,7 @@ def test_a_resume_that_fails_changes_nothing(why: str, tmp_path: Path) -> None:
         name = next(iter(content["policy"]))
         content["policy"][name] = torch.zeros(1, 2, 3)
         torch.save(content, newest)
+    (run_dir / ".lock").unlink()  # of the process that was killed
     files = sorted(path for path in run_dir.rglob("*") if path.is_file())
     before = [path.read_bytes() for path in files]
     assert resume(run_dir) == 2

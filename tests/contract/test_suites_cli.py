@@ -491,3 +491,26 @@ def test_a_finished_run_can_be_resumed_and_made_longer(whole: Path, tmp_path: Pa
     assert [line["iteration"] for line in numbers(run_dir)] == [1, 2, 3, 4, 5, 6]
     assert numbers(run_dir)[:5] == numbers(whole)
     assert entries(run_dir / "final_training_results.json")["total_steps"] == 6
+
+
+def test_a_manifest_repeats_an_evaluation_for_any_number_of_environments(
+    bc: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = tmp_path / "suite.json"
+    assert main(["manifest", str(bc), "--episodes", "4", "--output", str(manifest)]) == 0
+    content = entries(manifest)
+    assert content["options"] == {"max_episode_length": int(SMALL["task.max_episode_length"])}
+    assert [episode["task"] for episode in content["episodes"]] == [*TASKS, *TASKS]
+    for num_envs in ("1", "3"):
+        words = ["--manifest", str(manifest), "--num-envs", num_envs, "--output", str(tmp_path / f"{num_envs}.json")]
+        assert main(["eval", str(bc), *words]) == 0
+    one, three = entries(tmp_path / "1.json"), entries(tmp_path / "3.json")
+    assert one["episodes"] == three["episodes"]
+    assert one["summary"]["per_task"].keys() == set(TASKS)
+    task = one["summary"]["per_task"][TASKS[0]]
+    assert {"success_rate", "interval", "success_at_end", "return", "return_interval", "episode_len"} <= task.keys()
+    capsys.readouterr()
+    assert main(["compare", str(tmp_path / "1.json"), str(tmp_path / "3.json")]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (*TASKS, "success", "at the end"))
+    assert "did the same in each of 4 paired episodes" in shown

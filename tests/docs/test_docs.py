@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from apexrl import cli, config, demos, envs, plots, run
+from apexrl import cli, config, demos, envs, jobs, plots, report, run
 from apexrl.algorithms import ALGORITHMS
 from apexrl.config import CHOICES, SECTIONS, field_help
 from apexrl.errors import ApexRLError
@@ -120,7 +120,10 @@ def test_an_apexrl_command_is_understood(
     monkeypatch.setattr(run, "start", understood)
     monkeypatch.setattr(run, "resume", resume)
     monkeypatch.setattr(run, "load_trained", understood)
+    monkeypatch.setattr(jobs, "run_jobs", understood)
+    monkeypatch.setattr(run, "make_task", understood)
     monkeypatch.setattr(plots, "plot_runs", understood)
+    monkeypatch.setattr(report, "write_report", understood)
     monkeypatch.setattr(demos, "record_demos", understood)
     monkeypatch.setattr(envs, "make_env", understood)
     monkeypatch.setattr(config, "preset_names", understood if words[0] == "list" else config.preset_names)

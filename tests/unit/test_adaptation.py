@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from apexrl import ROAPolicy, make_env, run
-from apexrl.adaptation import compare, with_fixed_latent
+from apexrl import ActorCritic, ROAPolicy, make_env, run
+from apexrl.adaptation import compare, mean_rewards, with_fixed_latent
 from apexrl.cli import main
 
 SMALL = {
@@ -53,3 +53,9 @@ def test_a_fixed_latent_does_not_follow_what_is_seen() -> None:
     assert torch.equal(latents, latents[:1].expand_as(latents))
     seeing = policy.act({"observation": env.reset(seed=1)})["priv_pred"]
     assert not torch.equal(seeing, seeing[:1].expand_as(seeing))
+
+
+def test_an_episode_that_has_ended_earns_nothing() -> None:
+    env = make_env("cartpole", 2, max_episode_steps=3)
+    # A cart-pole earns 1 a step; the fourth step would be of the next episode.
+    assert mean_rewards(env, ActorCritic.for_env(env), 5).tolist() == [1, 1, 1, 0, 0]

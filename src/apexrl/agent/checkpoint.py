@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import re
+import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedRandom
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
+from apexrl import files
 from apexrl.errors import CheckpointError, EnvStateError
+from apexrl.migrations import CHECKPOINT_FORMAT, migrated_checkpoint
 
-FORMAT = 1
-"""Version of the layout; a reader refuses newer ones and migrates older ones."""
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""Format -> what turns a checkpoint of it into one of the next format."""
 KEYS: dict[str, tuple[type, ...]] = {
     "policy": (dict,),
     "algorithm": (dict,),
@@ -38,7 +39,19 @@ OWN_KEYS = ("collector", "env", "rng")
 PEERS, CHANGED = "peers", "changed"
 """A list with what processes 1, 2, … have of their own, None for one that is lost; and, when a checkpoint is read for
 another number of processes, what changed."""
+SEAL = b"apexrl sha256 "
+"""Stands before the digest of a checkpoint, which is the comment of the ZIP archive that PyTorch writes."""
+_SEAL_SIZE = len(SEAL) + 64
+_UNSEALED_END = b"PK\5\6"
+"""How the last 22 bytes of an archive without a comment begin."""
 _NUMBERED = re.compile(r"iteration_(\d+)\.pt")
+_CODE = re.compile(r"Unsupported (?:global: GLOBAL|operand|class) ([\w.]+)")
+"""How PyTorch names what a file wanted to run."""
+T = TypeVar("T")
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that nobody can read; the one before it may do."""
 
 
 def checkpoint_name(iteration: int) -> str:
@@ -47,51 +60,75 @@ def checkpoint_name(iteration: int) -> str:
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write to a temporary file, force it to the disk, and rename: a kill leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file:
-            torch.save({"format": FORMAT, **content}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)  # a full disk gets its space back
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    """Write a checkpoint with its digest; a kill leaves the old file or the new one.
+
+    Raises:
+        RunDirError: when it cannot be written.
+    """
+    with files.replacing(path) as file:
+        try:
+            torch.save({"format": CHECKPOINT_FORMAT, **content}, file)
+        except RuntimeError as error:
+            # PyTorch's own, about an archive without an end, hides what the file said.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+        _seal(file)
+
+
+def _seal(file: BufferedRandom) -> None:
+    """Write the digest of an archive behind it, so that a changed bit is found wherever it is."""
+    file.seek(-2, os.SEEK_END)
+    file.write(struct.pack("<H", _SEAL_SIZE))  # an archive ends with the length of its comment
+    file.seek(0)
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    file.seek(0, os.SEEK_END)
+    file.write(SEAL + digest.encode())
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file is what was written; one of earlier versions, without a digest, is if it has an end."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _SEAL_SIZE))
+        end = file.read()
+        if not end.startswith(SEAL):
+            return end[-22:].startswith(_UNSEALED_END)
+        file.seek(0)
+        digest, left = hashlib.sha256(), size - _SEAL_SIZE
+        while left:
+            part = file.read(min(left, 2**20))
+            digest.update(part)
+            left -= len(part)
+    return end == SEAL + digest.hexdigest().encode()
 
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint onto the CPU. Only tensors and plain values are accepted; nothing in it can run.
 
     Raises:
-        CheckpointError: when the file is missing, damaged, foreign, or of a newer version.
+        DamagedCheckpointError: when the file is not what was written, or holds anything else.
+        CheckpointError: when it is missing, foreign, or of a newer version.
     """
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint at {path}.")
+    damaged = (
+        f"{path} is not a readable checkpoint: it is truncated or damaged, or was not written by apexrl. "
+        "Use another one."
+    )
     try:
+        if not _is_whole(path):
+            raise DamagedCheckpointError(damaged)
         with warnings.catch_warnings(action="ignore"):
             content = torch.load(path, map_location="cpu", weights_only=True)
+    except DamagedCheckpointError:
+        raise
     except Exception as error:
         # PyTorch's own text advises to switch the protection off; it stays in the cause.
-        raise CheckpointError(
-            f"{path} is not a readable checkpoint: it is truncated or damaged, or was not written by apexrl. "
-            "Use another one."
-        ) from error
-    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
-        raise CheckpointError(f"{path} was not written by apexrl: it has no format number.")
-    while content["format"] in MIGRATIONS:
-        content = MIGRATIONS[content["format"]](content)
-    if content["format"] != FORMAT:
-        fix = "Update apexrl." if content["format"] > FORMAT else "Load it with the version that wrote it."
-        raise CheckpointError(
-            f"{path} has checkpoint format {content['format']}; this version reads format {FORMAT}. {fix}"
-        )
+        if found := _CODE.search(str(error)):
+            damaged = f"{path} is refused: it holds code ({found[1]}), which apexrl never writes and never runs."
+        raise DamagedCheckpointError(damaged) from error
+    content = migrated_checkpoint(content if isinstance(content, dict) else {}, path)
     missing = [key for key in KEYS if key not in content]
     if missing:
         raise CheckpointError(f"{path} was not written by apexrl: it lacks {', '.join(missing)}.")
@@ -100,8 +137,7 @@ def load(path: Path) -> dict[str, Any]:
         if not isinstance(value, kinds) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
             wanted = "a count" if int in kinds else "a mapping"
             raise CheckpointError(f"{path} is damaged: its '{key}' must be {wanted}, got {value!r}. Use another one.")
-    checked: dict[str, Any] = content
-    return checked
+    return content
 
 
 def of_rank(content: dict[str, Any], rank: int, world_size: int, path: Path) -> dict[str, Any]:
@@ -149,6 +185,38 @@ def latest(directory: Path) -> Path:
     if not paths:
         raise CheckpointError(f"There is no checkpoint in {directory}; the run stopped before its first one.")
     return paths[-1]
+
+
+def load_newest(directory: Path, load: Callable[[Path], T]) -> tuple[Path, T, list[str]]:
+    """Load the newest numbered checkpoint of a directory that can be read.
+
+    Returns:
+        Its path, what ``load`` returned, and a sentence about each newer one that cannot be read.
+
+    Raises:
+        CheckpointError: when there is none.
+    """
+    problems: list[str] = []
+    for path in reversed(numbered(directory)):
+        try:
+            return path, load(path), problems
+        except DamagedCheckpointError as error:
+            problems.append(str(error))
+    if not problems:
+        latest(directory)  # says that there is none
+    head = [f"None of the checkpoints in {directory} can be used."] if len(problems) > 1 else []
+    raise DamagedCheckpointError("\n".join([*head, *problems]))
+
+
+def copied(value: Any) -> Any:
+    """Copy the tensors of plain values to main memory, where nobody changes them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: copied(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied(inner) for inner in value)
+    return value
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Stopping at the end of an iteration instead of in the middle of one."""
+"""Stopping at the end of an iteration instead of in the middle of one, unless that would take too long."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ from types import FrameType
 
 from apexrl import distributed
 
+PATIENCE = 1.5
+"""Seconds that SIGTERM leaves to the running iteration: who sends it kills soon after."""
+
+
+class Abandoned(BaseException):
+    """SIGTERM came, and its patience with the running iteration is over."""
+
 
 class StopRequest:
-    """Set by the first Ctrl-C or SIGTERM; a second Ctrl-C interrupts at once."""
+    """Set by the first Ctrl-C or SIGTERM; a second Ctrl-C interrupts at once, a second SIGTERM ends the patience."""
 
-    signal_number: int | None = None
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self._may_abandon = False
+        self._timer: threading.Timer | None = None
 
     def is_set_anywhere(self) -> bool:
         """Whether this process or one that learns with it was asked to stop; all of them stop at the same place."""
@@ -31,6 +41,35 @@ class StopRequest:
         if self.signal_number is not None:
             raise SystemExit(128 + self.signal_number)
 
+    @contextmanager
+    def abandonable(self) -> Iterator[None]:
+        """Let SIGTERM end the block with ``Abandoned`` when it takes long; not where processes learn together."""
+        self._may_abandon = distributed.world_size() == 1
+        try:
+            yield
+        finally:
+            self._may_abandon = False
+
+    def set(self, number: int) -> None:
+        """Take a signal."""
+        if self.signal_number is not None and number == signal.SIGTERM:
+            if self._may_abandon:
+                raise Abandoned
+            return
+        self.signal_number = number
+        if number == signal.SIGTERM and self._timer is None:
+            # A thread cannot raise here, but a signal can, and it also ends the waiting for a worker.
+            arguments = (threading.main_thread().ident, signal.SIGTERM)
+            self._timer = threading.Timer(PATIENCE, signal.pthread_kill, arguments)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def close(self) -> None:
+        """Send no more signals."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+
 
 @contextmanager
 def stop_on_signal() -> Iterator[StopRequest]:
@@ -41,8 +80,11 @@ def stop_on_signal() -> Iterator[StopRequest]:
         return
 
     def handle(number: int, _: FrameType | None) -> None:
-        request.signal_number = number
+        is_first = request.signal_number is None
+        request.set(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not is_first:
+            return
         # Not print: it fails when the signal comes in the middle of another print.
         more = b"; press Ctrl-C again to stop at once" if number == signal.SIGINT else b""
         with suppress(OSError):
@@ -52,5 +94,6 @@ def stop_on_signal() -> Iterator[StopRequest]:
     try:
         yield request
     finally:
+        request.close()
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,16 +16,16 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl import distributed
+from apexrl import distributed, files
 from apexrl.agent import checkpoint
 from apexrl.agent.callbacks import Callbacks
-from apexrl.agent.signals import stop_on_signal
+from apexrl.agent.signals import Abandoned, StopRequest, stop_on_signal
 from apexrl.algorithms.base import BaseAlgorithm
 from apexrl.collectors.async_ import AsyncCollector
 from apexrl.collectors.base import BaseCollector
 from apexrl.collectors.sync import SyncCollector
 from apexrl.envs import VecEnv, as_vec_env
-from apexrl.errors import CheckpointError, ConfigError, DivergenceError, EnvStateError
+from apexrl.errors import CheckpointError, ConfigError, DivergenceError, EnvError, EnvStateError, RunDirError
 from apexrl.evaluation import EvaluationResult, evaluate, save_step_csvs
 from apexrl.graphs import Acceleration, Stopwatch
 from apexrl.loggers import ConsoleLogger, Logger, append_json_line
@@ -37,6 +38,9 @@ from apexrl.types import OBSERVATION, REWARD, VALID, VALUE, Observation
 NO_GRAPHS = Acceleration(graphs=False)
 EVAL_SEED_OFFSET = 1_000_003
 """Evaluation episodes are drawn from seeds that training does not use."""
+SLOW_ITERATION, SNAPSHOT_SHARE = 0.5, 0.05
+"""An iteration of more seconds than this may have to be given up; what it begins with is then kept, if that takes no
+more than this share of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +177,14 @@ class Trainer:
         self.total_steps = 0
         """Environment steps so far, summed over environments."""
         self.num_evaluations = 0
+        self.run_lock: files.DirectoryLock | None = None
+        """Of the run directory, where this trainer is the one that may write there; ``close`` gives it back."""
         self._saved_iteration: int | None = None
+        self._snapshot: dict[str, Any] | None = None
+        """A checkpoint of the beginning of this iteration, where it is likely to take long."""
+        self._snapshot_seconds = 0.0
+        self._iteration_seconds = {False: 0.0, True: math.inf}
+        """Of the last iteration without and the last with an evaluation."""
         self._made_eval_envs: int | None = None
         """How many environments were asked for, when this trainer made them."""
         self._between_steps = True
@@ -190,15 +201,26 @@ class Trainer:
     def learn(self, total_timesteps: int | None = None) -> None:
         """Train until ``total_steps`` reaches ``total_timesteps``, and save.
 
-        Ctrl-C and SIGTERM end the running iteration, save, and then leave as usual. Of several processes that learn
+        Ctrl-C and SIGTERM end the running iteration, save, and then leave as usual; SIGTERM does not wait long for a
+        slow iteration, and saves what it began with. Of several processes that learn
         together, all call this; when one is lost, the others leave, and the first saves what it knows.
         """
         target = self.cfg.total_timesteps if total_timesteps is None else total_timesteps
         with stop_on_signal() as stop:
             try:
-                self._teach_normalizer(target)
+                self._teach_normalizer(target, stop)
                 while self._progress(target) < 1.0 and not stop.is_set_anywhere():
-                    self._iterate(target)
+                    self._take_snapshot()
+                    with stop.abandonable():
+                        self._iterate(target)
+                    if self.cfg.save_interval and self.iteration % self.cfg.save_interval == 0:
+                        self._save_once()
+                self._save_once()
+            except Abandoned:
+                self._between_steps = False
+                self._save_before_leaving()
+                what = f"Iteration {self.iteration + 1} takes too long to wait for; it is given up."
+                self.tell(f"{what} {self._last_good()}")
             except DivergenceError as error:
                 raise DivergenceError(f"{error} {self._last_good()}") from error
             except distributed.LostRankError as error:
@@ -206,10 +228,14 @@ class Trainer:
                 self._between_steps = True
                 self._save_before_leaving()
                 raise distributed.LostRankError(f"{error} {self._last_good()}") from error
+            except RunDirError as error:
+                raise RunDirError(f"{error} {self._last_good()}{self._how_to_go_on()}") from error
+            except EnvError as error:
+                self._save_before_leaving()
+                raise EnvError(f"{error} {self._last_good()}{self._how_to_go_on()}") from error
             except Exception:
                 self._save_before_leaving()
                 raise
-            self._save_once()
             stop.raise_if_set()
 
     def _progress(self, target: int) -> float:
@@ -218,21 +244,24 @@ class Trainer:
             return min(1.0, self.iteration / self.cfg.num_train_steps)
         return min(1.0, self.total_steps / target)
 
-    def _teach_normalizer(self, target: int) -> None:
+    def _teach_normalizer(self, target: int, stop: StopRequest) -> None:
         """Show a new normaliser one rollout before learning from any.
 
         What networks learn from raw observations does not fit the normalised ones that would follow.
         """
         if self.total_steps >= target or not (self.algorithm.on_policy and self.policy.has_new_normalizer):
             return
-        batch = self.collector.collect(self.algorithm.num_steps)
+        self._between_steps = False
+        with stop.abandonable():
+            batch = self.collector.collect(self.algorithm.num_steps)
         # What is not finite stays out; the first update will name it.
         obs = batch[OBSERVATION][batch[VALID].squeeze(-1)] if VALID in batch else batch[OBSERVATION]
         self.policy.update_normalizer(obs, apply=distributed.everywhere(_is_finite(obs)))
         self.total_steps += distributed.total(self.collector.steps_in(batch))
+        self._between_steps = True
 
     def _iterate(self, target: int) -> None:
-        fire = self.callbacks.fire
+        fire, begin = self.callbacks.fire, time.monotonic()
         fire("pre_iteration", self)
         fire("pre_rollout", self)
         watch = Stopwatch(self.policy.device)
@@ -268,11 +297,14 @@ class Trainer:
         fire("post_update", self, {k: v for k, v in stats.items() if k.startswith("train/")})
         self._record(stats, target)
         fire("post_iteration", self, stats)
-        if self.cfg.save_interval and self.iteration % self.cfg.save_interval == 0:
-            self._save_once()
+        self._iteration_seconds[self._evaluates(self.iteration)] = time.monotonic() - begin
+
+    def _evaluates(self, iteration: int) -> bool:
+        return self.cfg.eval_interval > 0 and iteration % self.cfg.eval_interval == 0
 
     def _record(self, stats: dict[str, float], target: int) -> None:
-        evaluated = self.cfg.eval_interval and self.iteration % self.cfg.eval_interval == 0
+        evaluated = self._evaluates(self.iteration)
+        self._between_steps = False  # a checkpoint from here would lack what is recorded here
         if evaluated:
             stats.update(_known(self.evaluate(self.cfg.eval_episodes).logs()))
         if evaluated or self.iteration % self.log_interval == 0:
@@ -280,6 +312,7 @@ class Trainer:
             for logger in self.loggers:
                 logger.log(stats)
             self.collector.episode_metrics.clear()
+        self._between_steps = True
         for logger in self.loggers:
             logger.progress(stats, self._progress(target))
 
@@ -329,7 +362,9 @@ class Trainer:
             record = {"iteration": self.iteration, "step": self.total_steps, **result.record()}
             append_json_line(self.run_dir / "evaluations.jsonl", record)
             if result.step_rows is not None:
-                save_step_csvs(result.step_rows, self.run_dir / "eval" / f"eval{self.num_evaluations}")
+                directory = self.run_dir / "eval" / f"eval{self.num_evaluations}"
+                with files.writing(directory):
+                    save_step_csvs(result.step_rows, directory)
         self.num_evaluations += 1
         return result
 
@@ -439,17 +474,43 @@ class Trainer:
         if self.save_dir is None or self._saved_iteration == self.iteration:
             return
         self.save_checkpoint()
+        self._note_saved(self.save_dir)
+
+    def _note_saved(self, save_dir: Path) -> None:
         self._saved_iteration = self.iteration
         if self.cfg.keep_checkpoints and distributed.is_first():
-            for path in checkpoint.numbered(self.save_dir, self.iteration)[: -self.cfg.keep_checkpoints]:
+            for path in checkpoint.numbered(save_dir, self.iteration)[: -self.cfg.keep_checkpoints]:
                 path.unlink()
+
+    def _take_snapshot(self) -> None:
+        """Keep what the next iteration begins with, where it is likely to take long and the checkpoint is older."""
+        self._snapshot = None
+        expected = self._iteration_seconds[self._evaluates(self.iteration + 1)]
+        too_dear = self._snapshot_seconds > SNAPSHOT_SHARE * expected
+        if self.save_dir is None or self._saved_iteration == self.iteration or distributed.world_size() > 1:
+            return
+        if expected < SLOW_ITERATION or too_dear:
+            return
+        begin = time.monotonic()
+        with self.collector.quiet():
+            self._snapshot = checkpoint.copied(self._content())
+        self._snapshot_seconds = time.monotonic() - begin
+
+    def _save_snapshot(self) -> None:
+        """Go back to the beginning of the iteration that was given up, and save it if that was kept."""
+        if self._snapshot is None or self.save_dir is None:
+            return
+        content, self._snapshot = self._snapshot, None
+        self.iteration, self.total_steps = content["iteration"], content["total_steps"]
+        checkpoint.save(self.save_dir / checkpoint.checkpoint_name(self.iteration), content)
+        self._note_saved(self.save_dir)
 
     def _save_before_leaving(self) -> None:
         """Save after an exception, if that still makes sense and works; it must not hide what went wrong."""
-        if not self._between_steps:
-            return
         try:
-            if distributed.world_size() == 1:
+            if not self._between_steps:
+                self._save_snapshot()
+            elif distributed.world_size() == 1:
                 self._save_once()
             elif distributed.is_first() and self.save_dir is not None and self._saved_iteration != self.iteration:
                 self._save_alone(self.save_dir)
@@ -476,6 +537,10 @@ class Trainer:
         paths = checkpoint.numbered(self.save_dir, self.iteration) if self.save_dir is not None else []
         return f"The last good checkpoint is {paths[-1]}." if paths else "No checkpoint had been saved."
 
+    def _how_to_go_on(self) -> str:
+        """Say how to resume, where the command line can."""
+        return f" Mend that, then go on with: apexrl train --resume {self.run_dir}" if self.config else ""
+
     def tell(self, text: str, once: bool = False) -> None:
         """Show a line to the user, on the console or else as a warning; with ``once`` only the first time."""
         if (once and text in self._told) or not distributed.is_first():
@@ -494,6 +559,8 @@ class Trainer:
         for env in (self.env, self.eval_env):
             if env is not None:
                 env.close()
+        if self.run_lock is not None:
+            self.run_lock.release()
 
 
 def _is_finite(obs: Observation) -> Tensor:

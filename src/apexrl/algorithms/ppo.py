@@ -104,7 +104,9 @@ class PPOConfig:
         """Raise when rollouts of this many environments cannot be cut into the wanted minibatches."""
         parts = num_envs if keeps_sequences else self.num_steps * num_envs
         if self.num_minibatches > parts:
-            what = "sequences (task.num_envs; a gru keeps them whole)" if keeps_sequences else "samples (algo.num_steps × task.num_envs)"
+            what = "samples (algo.num_steps × task.num_envs)"
+            if keeps_sequences:
+                what = "sequences (task.num_envs; a gru keeps them whole)"
             raise ConfigError(
                 f"algo.num_minibatches is {self.num_minibatches}, but a rollout has {parts} {what}; lower it."
             )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from apexrl import files
 from apexrl.envs.suites.base import Split, TaskSuite
 from apexrl.errors import ConfigError, RunDirError
 
@@ -145,7 +144,7 @@ class RolloutStats:
             raise ConfigError(f"algo.rollout_skip_threshold must be at least 0, got {skip_threshold}.")
         self.path = None if path is None else Path(path)
         self.window, self.skip_threshold = window, skip_threshold
-        self._states = {} if self.path is None or not self.path.exists() else _read(self.path)
+        self._states = {} if self.path is None or not self.path.exists() else read_statistics(self.path)
 
     def __len__(self) -> int:
         return len(self._states)
@@ -187,21 +186,10 @@ class RolloutStats:
         """
         if self.path is None:
             return
-        temporary = self.path.with_name(f".{self.path.name}.part")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("w", encoding="utf-8") as file:
-                # One call: json.dump would write every token by itself.
-                file.write(json.dumps(self._states))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
-        except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()  # a full disk gets its space back
-            raise RunDirError(
-                f"algo.rollout_stats_path {self.path} cannot be written: {error.strerror}. Name another place."
-            ) from error
+            files.replace_text(self.path, json.dumps(self._states))
+        except RunDirError as error:
+            raise RunDirError(f"algo.rollout_stats_path {error}") from error
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -212,7 +200,12 @@ class RolloutStats:
         self._states = {name: _checked(entry) for name, entry in state.items()}
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def read_statistics(path: Path) -> dict[str, dict[str, Any]]:
+    """Read a file of ``RolloutStats``.
+
+    Raises:
+        ConfigError: when it holds anything else.
+    """
     try:
         return {name: _checked(entry) for name, entry in json.loads(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -19,13 +19,16 @@ def register(command: AddCommand) -> None:
     bench.add_argument("options", nargs=argparse.REMAINDER, help="of the benchmark, such as --quick")
 
     check = command("check-env", "Check that an environment keeps the contract.", _check_env)
-    check.add_argument("id", help="a task that ships with the package, or a Gymnasium id")
+    check.add_argument(
+        "id", help="a task of the package, a Gymnasium id, or a simulator's task such as maniskill/PickCube-v1"
+    )
     check.add_argument("--num-envs", type=positive, default=4, metavar="N", help="default 4")
 
 
 def _list(_: argparse.Namespace, __: Overrides) -> int:
     from apexrl.algorithms import ALGORITHMS
     from apexrl.config import preset_names, preset_summary
+    from apexrl.envs import SIMULATORS
     from apexrl.envs.mujoco import TASKS as MUJOCO_TASKS
     from apexrl.envs.mujoco_tasks import TASKS as GYMNASIUM_TASKS
     from apexrl.envs.suites import SUITES
@@ -40,6 +43,8 @@ def _list(_: argparse.Namespace, __: Overrides) -> int:
     for name in [name for name in MUJOCO_TASKS if name not in GYMNASIUM_TASKS]:
         print(f"  {f'mujoco/{name}':18} {(MUJOCO_TASKS[name].__doc__ or '').splitlines()[0]}")
     print(f"  {'mujoco/NAME':18} Gymnasium's {', '.join(GYMNASIUM_TASKS)}, faster and with threads.")
+    print("Tasks of other simulators, where they are installed (docs/simulators.md):")
+    print(f"  {', '.join(f'{name}/NAME' for name in SIMULATORS)}")
     print("Suites of tasks (--task.benchmark_name NAME, for rloo and bc):")
     print(f"  {', '.join(SUITES)}, and metaworld:TASK for one task")
     print("Algorithms (--algo.name NAME):")

@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from apexrl.commands.common import AddCommand, Overrides, progress
+from apexrl.commands.common import AddCommand, Overrides, positive, progress
 from apexrl.commands.evaluate import show_tasks, write_video
+from apexrl.commands.seeds import resume_seeds, start_seeds
 from apexrl.errors import ConfigError, EnvError, RunDirError
 
 if TYPE_CHECKING:
@@ -23,21 +24,27 @@ def register(command: AddCommand) -> None:
     train.add_argument("--config_path", "--config-path", metavar="FILE", help="a YAML file, instead of a preset")
     train.add_argument("--run-dir", type=Path, metavar="DIR", help="a new directory; default runs/<preset>-<time>")
     train.add_argument("--resume", type=Path, metavar="RUN_DIR", help="go on from the newest checkpoint of a run")
+    train.add_argument("--seeds", metavar="N|A,B,…", help="train N seeds, or these, and say what they give together")
+    train.add_argument("--jobs", type=positive, metavar="N", help="seeds that are trained at once; default 1")
 
 
 def _train(options: argparse.Namespace, overrides: Overrides) -> int:
-    from apexrl import run
+    from apexrl import run, seeds
     from apexrl.config import DEFAULT_PRESET, load_config
     from apexrl.loggers import ConsoleLogger
 
     if options.preset and options.config_path:
         raise ConfigError("Give a preset or --config_path, not both.")
     source = options.config_path or options.preset
+    is_seeds = options.seeds is not None or (options.resume is not None and (options.resume / seeds.FILE).is_file())
+    if options.jobs is not None and not is_seeds:
+        raise ConfigError(f"--jobs {options.jobs} is for several seeds; add --seeds, or leave it out.")
+    if is_seeds:
+        return _train_seeds(options, source, overrides)
     console = ConsoleLogger()
     if options.resume is not None:
         run_dir = options.resume
-        if options.run_dir is not None:
-            raise ConfigError(f"--resume {run_dir} goes on in its own directory; leave --run-dir out.")
+        _require_no_run_dir(options)
         if source is not None:
             # The run directory says what is trained; a preset beside it is allowed when it names the same task.
             _check_same_run(load_config(source, overrides), source, run_dir)
@@ -61,6 +68,25 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
     finally:
         trainer.close()
     return 0
+
+
+def _train_seeds(options: argparse.Namespace, source: str | None, overrides: Overrides) -> int:
+    """Train several seeds, new ones or those of a directory."""
+    from apexrl.config import DEFAULT_PRESET, load_config
+
+    if options.resume is None:
+        source = source or DEFAULT_PRESET
+        config = load_config(source, overrides)
+        return start_seeds(config, options.seeds, options.run_dir, Path(source).stem, options.jobs or 1)
+    _require_no_run_dir(options)
+    if source is not None:
+        raise ConfigError(f"--resume {options.resume} knows what its seeds train; leave '{source}' out.")
+    return resume_seeds(options.resume, options.seeds, overrides, options.jobs or 1)
+
+
+def _require_no_run_dir(options: argparse.Namespace) -> None:
+    if options.run_dir is not None:
+        raise ConfigError(f"--resume {options.resume} goes on in its own directory; leave --run-dir out.")
 
 
 def _check_same_run(asked: Config, source: str, run_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -9,14 +10,20 @@ import torch
 
 from apexrl.envs.base import VecEnv
 from apexrl.envs.check import check_env
+from apexrl.envs.envpool import EnvPoolVecEnv, make_envpool
 from apexrl.envs.gymnasium import GymVecEnv, find_gym_id, gym_make_fns
+from apexrl.envs.lab import LabSimulator, make_isaaclab, make_mjlab
+from apexrl.envs.maniskill import ManiSkillVecEnv, make_maniskill
 from apexrl.envs.mujoco import TASKS as MUJOCO_TASKS
 from apexrl.envs.mujoco import MujocoVecEnv
 from apexrl.envs.rsl import RslVecEnv, is_rsl_env
 from apexrl.errors import EnvError, did_you_mean
 
 __all__ = [
+    "EnvPoolVecEnv",
     "GymVecEnv",
+    "LabSimulator",
+    "ManiSkillVecEnv",
     "MujocoVecEnv",
     "RslVecEnv",
     "VecEnv",
@@ -25,6 +32,14 @@ __all__ = [
     "gym_make_fns",
     "make_env",
 ]
+
+SIMULATORS: dict[str, Callable[..., VecEnv]] = {
+    "maniskill": make_maniskill,
+    "mjlab": make_mjlab,
+    "isaaclab": make_isaaclab,
+    "envpool": make_envpool,
+}
+"""What makes a task of a simulator that is a package of its own, by the prefix of the task's name."""
 
 
 def as_vec_env(env: Any) -> VecEnv:
@@ -51,11 +66,11 @@ def as_vec_env(env: Any) -> VecEnv:
 def make_env(
     id: str, num_envs: int = 1, *, device: torch.device | str = "cpu", num_workers: int = 0, **kwargs: Any
 ) -> VecEnv:
-    """Make a task of the package or of Gymnasium's registry by its name.
+    """Make a task of the package, of Gymnasium's registry or of another simulator by its name.
 
     Args:
         id: for example ``"lift"``, ``"HalfCheetah-v5"`` or ``"FetchReach-v4"``; ``"mujoco/HalfCheetah-v5"`` is the
-            same task on ``MujocoVecEnv``.
+            same task on ``MujocoVecEnv``; ``"maniskill/PickCube-v1"`` is a task of another simulator.
         num_envs: N, environments stepped together.
         device: where the tensors are wanted.
         num_workers: processes that share Gymnasium environments; 0 steps them in this process.
@@ -67,13 +82,16 @@ def make_env(
     from apexrl.envs.tasks import TASKS  # only those who ask for a task load them all
 
     fast = {f"mujoco/{name}": name for name in MUJOCO_TASKS}
-    if num_workers and (id in TASKS or id in fast):
+    simulator, _, name = id.partition("/")
+    if num_workers and (id in TASKS or id in fast or simulator in SIMULATORS):
         raise EnvError(f"{id} runs all its environments at once and takes no workers; set num_workers to 0.")
     if id in TASKS:
         task: VecEnv = TASKS[id](num_envs, device=device, **kwargs)
         return task
     if id in fast:
         return MujocoVecEnv(fast[id], num_envs, device=device, **kwargs)
+    if simulator in SIMULATORS:
+        return SIMULATORS[simulator](name, num_envs, device=device, **kwargs)
     if find_gym_id(id) is None:
         hint = did_you_mean(id, [*TASKS, *fast, *gym.registry])
         raise EnvError(f"There is no environment {id!r}.{hint} Tasks of the package: {', '.join(sorted(TASKS))}.")

@@ -105,3 +105,14 @@ class VecEnv(ABC):
     def close(self) -> None:
         """Free simulators and processes. The environment cannot be used afterwards."""
         return
+
+
+class SeededVecEnv(VecEnv):
+    """Environments that each take a seed of their own, and do not notice which others run beside them."""
+
+    @abstractmethod
+    def reset_each(self, seeds: Sequence[int]) -> Observation:
+        """Start a new episode everywhere, environment ``i`` from ``seeds[i]``.
+
+        The same seed and actions give the same numbers to the last bit, in any environment and beside any others.
+        """

@@ -17,12 +17,12 @@ from gymnasium import spaces
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from apexrl.envs.base import VecEnv
+from apexrl.envs.base import SeededVecEnv, VecEnv
 from apexrl.metrics import RESERVED_NAMES
 from apexrl.types import EnvStep, Observation
 
 _STATE_STEPS = 20
-"""Steps that are repeated after ``load_state_dict``."""
+"""Steps that are repeated after ``load_state_dict``, and in other environments after ``reset_each``."""
 
 
 def check_env(env: VecEnv, num_steps: int = 200, seed: int = 0) -> list[str]:
@@ -48,6 +48,7 @@ def check_env(env: VecEnv, num_steps: int = 200, seed: int = 0) -> list[str]:
         check.episodes()
         check.repeats(first, seed, actions)
         check.restores(actions[:_STATE_STEPS])
+        check.own_seeds(seed, actions[:_STATE_STEPS])
     except Exception as error:
         check.add(f"{type(error).__name__} was raised: {error}")
     return list(check.problems)
@@ -300,3 +301,15 @@ class _Check:
         again = [_copy_step(subject.step(action)) for action in actions]
         if not all(_same(a, b) for a, b in zip(trace, again, strict=True)):
             self.add("After load_state_dict the same actions gave another result than before.")
+
+    def own_seeds(self, seed: int, actions: Sequence[Tensor]) -> None:
+        """Start episodes from their own seeds, and again in the reverse order."""
+        subject = self.env
+        if not isinstance(subject, SeededVecEnv):
+            return
+        seeds = range(seed, seed + subject.num_envs)
+        trace = [_copy(subject.reset_each(seeds)), *(_copy_step(subject.step(action)) for action in actions)]
+        again = [_copy(subject.reset_each(seeds[::-1]))]
+        again += [_copy_step(subject.step(action.flip(0))) for action in actions]
+        if not all(_same(a, [x.flip(0) for x in b]) for a, b in zip(trace, again, strict=True)):
+            self.add("The same seed of reset_each and actions gave another result in another environment.")

@@ -259,6 +259,13 @@ class _Start:
     """Index of the episode's first action in the history; -1 when it is no longer kept."""
 
 
+def metric_names(info: Mapping[str, Any]) -> list[str]:
+    """Return the names of the metrics that the ``info`` of a step holds."""
+    names = [name for name, keys in METRIC_KEYS.items() if any(_is_number(info.get(key)) for key in keys)]
+    parts = [key for key in info if key.startswith("reward") or key.endswith("reward")]
+    return names + [key for key in parts if key != "reward" and _is_number(info[key])]
+
+
 class EnvGroup:
     """Several environments of one kind, stepped in sequence; an episode that ends is reset in the same step.
 
@@ -296,9 +303,7 @@ class EnvGroup:
         simulator.reset()
         simulator.action_space.seed(0)
         info = simulator.step(simulator.action_space.sample())[4]
-        names = [name for name, keys in METRIC_KEYS.items() if any(_is_number(info.get(key)) for key in keys)]
-        parts = [key for key in info if key.startswith("reward") or key.endswith("reward")]
-        return names + [key for key in parts if key != "reward" and _is_number(info[key])]
+        return metric_names(info)
 
     def bind(self, buffers: Buffers, metrics: Sequence[str]) -> None:
         """Write into these buffers from now on, and read these metrics from ``info``."""
@@ -313,16 +318,16 @@ class EnvGroup:
         self._keeps_history = not all(self._exact)
         self._any_ended = True
 
-    def reset(self, seed: int | None = None) -> None:
-        """Start a new episode everywhere; environment ``i`` gets ``seed + i``."""
+    def reset(self, seeds: Sequence[int] | None = None) -> None:
+        """Start a new episode everywhere; environment ``i`` of this group gets ``seeds[i]``."""
         self._history.clear()
         self._was_reset = True
         for i, simulator in enumerate(self.simulators):
-            if seed is None:
+            if seeds is None:
                 obs = self._restart(i)
             else:
-                self._starts[i] = _Start(seed=seed + self.first + i)
-                obs, _ = simulator.reset(seed=seed + self.first + i)
+                self._starts[i] = _Start(seed=seeds[i])
+                obs, _ = simulator.reset(seed=seeds[i])
             self._write(self._rows[i], obs)
 
     def step(self) -> bool:
@@ -567,7 +572,9 @@ class _Worker:
 
 def serve(connection_fd: int, memory_fd: int) -> None:
     """Answer ``(method, arguments)`` with ``(ok, result or traceback)`` until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    # The parent decides what Ctrl-C means, and what a cluster means that tells every process to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = Connection(connection_fd)
     worker = _Worker(memory_fd)
     while True:

@@ -84,9 +84,9 @@ class Workers:
         self._call("bind", [(self.num_envs, size, metrics)] * len(self.ranges))
         return buffers
 
-    def reset(self, seed: int | None) -> None:
-        """Start a new episode everywhere; environment ``i`` gets ``seed + i``."""
-        self._call("reset", [(seed,)] * len(self.ranges))
+    def reset(self, seeds: Sequence[int] | None) -> None:
+        """Start a new episode everywhere; environment ``i`` gets ``seeds[i]``."""
+        self._call("reset", [(None if seeds is None else seeds[envs.start : envs.stop],) for envs in self.ranges])
 
     def step(self) -> bool:
         """Apply the actions in the buffers and return whether any episode ended."""

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.envs import gym_group
-from apexrl.envs.base import VecEnv
+from apexrl.envs.base import SeededVecEnv
 from apexrl.envs.gym_group import Buffers, EnvGroup, MakeFn, Tree, make_buffers, map_tree, users_frames
 from apexrl.envs.gym_workers import Workers
 from apexrl.envs.mujoco_simulation import MUJOCO_HINT, draw_without_display
@@ -30,7 +30,7 @@ from apexrl.types import EnvStep, Observation
 T = TypeVar("T")
 
 
-class GymVecEnv(VecEnv):
+class GymVecEnv(SeededVecEnv):
     """Gymnasium environments stepped together.
 
     Observations become float32 tensors (pictures stay uint8), Discrete ones one-hot vectors, Tuple ones
@@ -100,7 +100,14 @@ class GymVecEnv(VecEnv):
 
     def reset(self, seed: int | None = None) -> Observation:
         """Start a new episode everywhere; environment ``i`` gets ``seed + i``."""
-        self._group.reset(seed)
+        return self._begin(None if seed is None else range(seed, seed + self.num_envs))
+
+    def reset_each(self, seeds: Sequence[int]) -> Observation:
+        """Start a new episode everywhere; environment ``i`` gets ``seeds[i]``."""
+        return self._begin(seeds)
+
+    def _begin(self, seeds: Sequence[int] | None) -> Observation:
+        self._group.reset(seeds)
         return self._obs.to(self.device) if self._must_copy else self._obs
 
     def step(self, action: Tensor) -> EnvStep:
@@ -196,8 +203,8 @@ class _LocalGroup:
         self.group.bind(buffers, metrics)
         return buffers
 
-    def reset(self, seed: int | None) -> None:
-        _checked("reset", self.group.reset, seed)
+    def reset(self, seeds: Sequence[int] | None) -> None:
+        _checked("reset", self.group.reset, seeds)
 
     def step(self) -> bool:
         try:

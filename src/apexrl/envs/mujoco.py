@@ -18,10 +18,10 @@ from gymnasium.utils import seeding
 from numpy.typing import NDArray
 from torch import Tensor
 
-from apexrl.envs.base import VecEnv
+from apexrl.envs.base import SeededVecEnv
 from apexrl.envs.gym_group import Tree, make_buffers, map_tree
 from apexrl.envs.gymnasium import as_observation, step_to_device
-from apexrl.envs.mujoco_payload import AntPayload
+from apexrl.envs.mujoco_payload import WalkerPayload
 from apexrl.envs.mujoco_simulation import (
     Camera,
     Threads,
@@ -37,11 +37,11 @@ from apexrl.errors import ConfigError, EnvError, EnvStateError, did_you_mean
 from apexrl.metrics import MetricSpec
 from apexrl.types import EnvStep, Observation
 
-TASKS: dict[str, type[MujocoTask]] = {**GYMNASIUM_TASKS, "AntPayload": AntPayload}
+TASKS: dict[str, type[MujocoTask]] = {**GYMNASIUM_TASKS, "WalkerPayload": WalkerPayload}
 """The tasks by name."""
 
 
-class MujocoVecEnv(VecEnv):
+class MujocoVecEnv(SeededVecEnv):
     """Gymnasium's MuJoCo tasks, bit for bit, at the speed of the simulator alone.
 
     From the same seed and actions it gives the numbers that ``GymVecEnv`` gives, over any number of episodes:
@@ -54,7 +54,7 @@ class MujocoVecEnv(VecEnv):
 
     Args:
         task: the name of one of Gymnasium's tasks (``"HalfCheetah-v5"``, ``"Hopper-v5"``, ``"Walker2d-v5"``,
-            ``"Ant-v5"``, ``"Humanoid-v5"``), ``"AntPayload"``, or a task of your own.
+            ``"Ant-v5"``, ``"Humanoid-v5"``), ``"WalkerPayload"``, or a task of your own.
         num_envs: N.
         device: where the tensors are wanted; the simulation runs on the CPU.
         num_threads: threads that simulate, this one included; one for each core unless told.
@@ -103,7 +103,8 @@ class MujocoVecEnv(VecEnv):
         self._make_spaces_and_buffers()
         self._elapsed = np.zeros(num_envs, np.int64)
         # Two environments differ from each other, yet both follow from torch.manual_seed.
-        self._seed_generators(int(torch.randint(2**31, ())))
+        first = int(torch.randint(2**31, ()))
+        self._seed_generators(range(first, first + num_envs))
         self._was_reset = False
         self._requested_threads = num_threads
         self._threads = Threads(min(num_cores() if num_threads is None else max(num_threads, 1), num_envs))
@@ -140,8 +141,8 @@ class MujocoVecEnv(VecEnv):
         controls = [data.ctrl for data in self._data]
         self._work = list(zip(self.models, self._data, controls, buffers.action, strict=True))
 
-    def _seed_generators(self, seed: int) -> None:
-        self._generators = [seeding.np_random(seed + i)[0] for i in range(self.num_envs)]
+    def _seed_generators(self, seeds: Sequence[int]) -> None:
+        self._generators = [seeding.np_random(seed)[0] for seed in seeds]
 
     @property
     def metric_specs(self) -> Mapping[str, MetricSpec]:
@@ -151,7 +152,24 @@ class MujocoVecEnv(VecEnv):
     def reset(self, seed: int | None = None) -> Observation:
         """Start a new episode everywhere; environment ``i`` gets ``seed + i``."""
         if seed is not None:
-            self._seed_generators(seed)
+            self._seed_generators(range(seed, seed + self.num_envs))
+        return self._begin_all()
+
+    def reset_each(self, seeds: Sequence[int]) -> Observation:
+        """Start a new episode everywhere; environment ``i`` gets ``seeds[i]``.
+
+        Raises:
+            EnvError: when the models differ, so that an episode would depend on the environment that runs it.
+        """
+        if self._was_given_models and (differences := model_differences(self._base, self.models)):
+            raise EnvError(
+                f"The models of the environments differ in {', '.join(sorted(differences))}, so an episode would "
+                "depend on the environment that runs it. Give every environment the same model."
+            )
+        self._seed_generators(seeds)
+        return self._begin_all()
+
+    def _begin_all(self) -> Observation:
         self._was_reset = True
         self._begin(range(self.num_envs))
         return self._obs.to(self.device) if self._must_copy else self._obs
@@ -167,13 +185,14 @@ class MujocoVecEnv(VecEnv):
         self._action.copy_(action.detach())
         np.clip(buffers.action, space.low, space.high, out=buffers.action)
         self._threads.run(functools.partial(self._simulate, iter(self._work)))
+        self._elapsed += 1
+        task.change_models(self.models, self._elapsed, self._generators)
 
         self._fields.reverse()
         (after, sources), (before, _) = self._fields
         for views, out in sources:
             np.concatenate(views, out=out)
         outcome = task.outcome(before, after, buffers.action, self._dt())
-        self._elapsed += 1
         buffers.reward[:, 0] = outcome.reward
         buffers.terminated[:, 0] = outcome.terminated
         buffers.truncated[:, 0] = (self._elapsed >= self.max_episode_steps) & ~outcome.terminated

@@ -90,6 +90,16 @@ class MujocoTask(ABC):
             dt: ``[N]`` seconds that the step took.
         """
 
+    def change_models(self, models: Sequence[Any], elapsed: Array, generators: Sequence[np.random.Generator]) -> None:
+        """Change models within their episodes, after a step and before it is judged and observed.
+
+        Args:
+            models: the ``MjModel`` of each environment.
+            elapsed: ``[N]`` steps of its episode, this one included.
+            generators: of the environments.
+        """
+        return
+
     def remember(self, fields: Fields, action: Array, generators: Sequence[np.random.Generator]) -> Array | None:
         """Return what ``data.userdata`` is to hold after a step, ``[N, nuserdata]``, or None to leave it.
 

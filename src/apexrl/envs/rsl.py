@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -29,6 +29,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from apexrl.envs.base import VecEnv
+from apexrl.envs.simulators import space_of
 from apexrl.errors import EnvError, EnvStateError
 from apexrl.metrics import RESERVED_NAMES, MetricSpec
 from apexrl.types import OBS_KEY, EnvStep, Observation
@@ -51,16 +52,19 @@ class RslVecEnv(VecEnv):
 
     Args:
         simulator: the object to wrap.
+        make: makes another simulator of its kind with the given number of environments, for evaluation; without it
+            the simulator is copied.
 
     Raises:
         EnvError: when the object lacks something the dialect needs.
     """
 
-    def __init__(self, simulator: Any) -> None:
+    def __init__(self, simulator: Any, *, make: Callable[[int], Any] | None = None) -> None:
         missing = [name for name in _NEEDED if not hasattr(simulator, name)]
         if missing:
             raise EnvError(f"RslVecEnv needs {list(_NEEDED)}; {type(simulator).__name__} lacks {missing}.")
         self.simulator = simulator
+        self._make = make
         self.num_envs = int(simulator.num_envs)
         self.device = torch.device(getattr(simulator, "device", "cpu"))
         limit = getattr(simulator, "max_episode_length", None)
@@ -68,7 +72,7 @@ class RslVecEnv(VecEnv):
         self.capturable = bool(getattr(simulator, "capturable", False))
         self.gives_final_obs = bool(getattr(simulator, "gives_final_obs", False))
         obs = self._current()
-        self.observation_space = _space(obs)
+        self.observation_space = space_of(obs)
         self.action_space = _action_space(simulator)
         self._metric_specs: dict[str, MetricSpec] = {}
         # Written in place, so that a captured step finds it where it left it.
@@ -109,7 +113,9 @@ class RslVecEnv(VecEnv):
         )
 
     def spawn(self, num_envs: int) -> RslVecEnv:
-        """Copy the simulator, with as many environments as it has: it cannot be made with another number."""
+        """Make another simulator, or copy this one with as many environments as it has."""
+        if self._make is not None:
+            return RslVecEnv(self._make(num_envs), make=self._make)
         try:
             return RslVecEnv(copy.deepcopy(self.simulator))
         except Exception as error:
@@ -214,14 +220,6 @@ def _component_name(name: str, others: Mapping[str, Any]) -> str:
 def _pair(returned: Any) -> tuple[Any, Mapping[str, Any]]:
     """Split what ``get_observations`` or ``reset`` returned into the observation and its extras."""
     return (returned[0], returned[1] or {}) if isinstance(returned, tuple) else (returned, {})
-
-
-def _space(obs: Any) -> spaces.Box | spaces.Dict:
-    if not isinstance(obs, Tensor):
-        return spaces.Dict({key: _space(part) for key, part in obs.items()})
-    dtype = obs.new_empty(0, device="cpu").numpy().dtype
-    low, high = (0, 255) if dtype == np.uint8 else (-np.inf, np.inf)
-    return spaces.Box(low, high, tuple(obs.shape[1:]), dtype=dtype.type)
 
 
 def _action_space(simulator: Any) -> gym.Space[Any]:

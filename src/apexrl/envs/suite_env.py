@@ -250,8 +250,7 @@ class SuiteVecEnv(VecEnv):
             metric[name][:, 0] = column
         metric["control_steps"].fill(0.0)
         for slots, obs, solved, taken in found:
-            for name, rows in obs.items():
-                self._obs[name][slots] = rows
+            self._see(slots, obs)
             self._elapsed[slots] += taken
             self._terminated[slots, 0] = solved
             metric["control_steps"][slots, 0] = taken
@@ -280,9 +279,23 @@ class SuiteVecEnv(VecEnv):
         found, lost = self._call(self._workers.begin, started, tasks.tolist(), states, idle)
         self._obs[INSTRUCTION_KEY][started] = self._instructions[tasks]
         for progress in found:
-            for name, rows in progress.obs.items():
-                self._obs[name][progress.slots] = rows
+            self._see(progress.slots, progress.obs)
         self._lost[lost] = True  # the next step reports it
+
+    def _see(self, slots: Sequence[int], obs: Mapping[str, NDArray[Any]]) -> None:
+        """Write what some environments observe into the buffers.
+
+        Raises:
+            EnvError: when it is not finite; no success would come of it, and a batch without any teaches nothing.
+        """
+        for name, rows in obs.items():
+            self._obs[name][slots] = rows
+            if rows.dtype.kind == "f" and not np.isfinite(rows).all():
+                bad = slots[int(np.flatnonzero(~np.isfinite(rows.reshape(len(rows), -1)).all(1))[0])]
+                raise EnvError(
+                    f"The observation '{name}' of environment {bad} is not finite after {self._elapsed[bad]} control "
+                    f"steps of task '{self.task_names[self._task[bad]]}': its simulator has failed."
+                )
 
     def _next_number(self, slot: int) -> int:
         if self._queue is None:

@@ -159,7 +159,9 @@ def _import_envs_by_parts() -> None:
 
 def serve(connection_fd: int) -> None:
     """Answer ``(call, method, arguments)`` with ``(call, ok, result or traceback)`` until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    # The parent decides what Ctrl-C means, and what a cluster means that tells every process to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection: Connection[Any, Any] = Connection(connection_fd)
     _import_envs_by_parts()
     cache: SimulatorCache | None = None

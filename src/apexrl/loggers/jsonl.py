@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from apexrl import files
 from apexrl.loggers.base import Logger
 
 
@@ -24,9 +24,13 @@ class JsonlLogger(Logger):
 
 
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one object to a JSON-lines file, without the numbers that JSON does not know: NaN and infinities."""
+    """Append one object to a JSON-lines file, without the numbers that JSON does not know: NaN and infinities.
+
+    Raises:
+        RunDirError: when it cannot be written.
+    """
     known = {name: value for name, value in record.items() if _is_finite(value)}
-    with path.open("a", encoding="utf-8") as file:
+    with files.writing(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(known, allow_nan=False) + "\n")
 
 
@@ -60,9 +64,4 @@ def cut_json_lines(path: Path, last_iteration: int, max_lines: int | None = None
     if not path.exists():
         return
     kept = [record for record in read_json_lines(path) if record.get("iteration", 0) <= last_iteration][:max_lines]
-    temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    files.replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))

@@ -255,8 +255,8 @@ class ROAPolicy(Policy):
         groups = list(observation_space.spaces) if isinstance(observation_space, gym.spaces.Dict) else []
         if not isinstance(observation_space, gym.spaces.Dict) or not {OBS_KEY, OBS_PRIV_KEY} <= set(groups):
             raise ConfigError(
-                f"ROA needs a Dict observation with the groups '{OBS_KEY}' and '{OBS_PRIV_KEY}', and, where the task "
-                f"has them, '{CMD_KEY}' and '{OBJECT_KEY}'; this one's groups are {groups}."
+                f"policy.kind roa needs a Dict observation with the groups '{OBS_KEY}' and '{OBS_PRIV_KEY}', and, "
+                f"where the task has them, '{CMD_KEY}' and '{OBJECT_KEY}'; this one's groups are {groups}."
             )
         if choice_sizes(action_space) is not None:
             raise ConfigError(

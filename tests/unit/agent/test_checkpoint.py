@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from apexrl.agent import checkpoint
-from apexrl.errors import CheckpointError
+from apexrl.errors import CheckpointError, RunDirError
+from apexrl.migrations import CHECKPOINT_FORMAT
 
 
 def content(**changes: Any) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     values = content(policy={"w": torch.arange(3.0)}, config={"task": {"id": "lift", "x": [1, 2.5, None, True, "a"]}})
     checkpoint.save(tmp_path / "new" / "a.pt", values)
     loaded = checkpoint.load(tmp_path / "new" / "a.pt")
-    assert loaded.pop("format") == checkpoint.FORMAT
+    assert loaded.pop("format") == CHECKPOINT_FORMAT
     torch.testing.assert_close(loaded.pop("policy"), values.pop("policy"), rtol=0, atol=0)
     assert loaded == values
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.pt"]
@@ -43,7 +44,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(torch, "save", half_a_save)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(RunDirError, match=r"a\.pt cannot be written: No space left on device\."):
         checkpoint.save(path, content(iteration=4))
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -98,18 +99,36 @@ def test_a_part_of_another_kind_is_named_with_the_file(part: str, value: Any, tm
         checkpoint.load(tmp_path / "a.pt")
 
 
-def test_a_newer_format_is_refused_and_an_older_one_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint.save(tmp_path / "a.pt", content())
-    monkeypatch.setattr(checkpoint, "FORMAT", 3)
-    with pytest.raises(CheckpointError, match=r"format 1; this version reads format 3\. Load it with the version"):
-        checkpoint.load(tmp_path / "a.pt")
-    monkeypatch.setitem(checkpoint.MIGRATIONS, 1, lambda old: {**old, "format": 2, "iteration": old["iteration"] + 1})
-    monkeypatch.setitem(checkpoint.MIGRATIONS, 2, lambda old: {**old, "format": 3, "iteration": old["iteration"] * 10})
-    assert checkpoint.load(tmp_path / "a.pt")["iteration"] == 40
-    monkeypatch.setattr(checkpoint, "FORMAT", 0)
-    monkeypatch.setattr(checkpoint, "MIGRATIONS", {})
-    with pytest.raises(CheckpointError, match=r"format 1; this version reads format 0\. Update apexrl"):
-        checkpoint.load(tmp_path / "a.pt")
+def test_a_changed_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    checkpoint.save(path, content(policy={"w": torch.randn(20)}))
+    checkpoint.load(path)
+    whole = path.read_bytes()
+    for place in random.Random(0).sample(range(8 * len(whole)), 300):
+        changed = bytearray(whole)
+        changed[place // 8] ^= 1 << place % 8
+        path.write_bytes(changed)
+        with pytest.raises(checkpoint.DamagedCheckpointError, match="damaged"):
+            checkpoint.load(path)
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_digest_and_loads(tmp_path: Path) -> None:
+    torch.save({"format": CHECKPOINT_FORMAT, **content()}, tmp_path / "a.pt")
+    assert checkpoint.load(tmp_path / "a.pt")["iteration"] == 3
+
+
+def test_the_newest_that_can_be_read_is_used_and_the_others_are_named(tmp_path: Path) -> None:
+    for number in range(1, 5):
+        checkpoint.save(tmp_path / checkpoint.checkpoint_name(number), content(iteration=number))
+    for number in (3, 4):
+        (tmp_path / checkpoint.checkpoint_name(number)).write_bytes(b"PK")
+    path, loaded, problems = checkpoint.load_newest(tmp_path, checkpoint.load)
+    assert (path.name, loaded["iteration"]) == (checkpoint.checkpoint_name(2), 2)
+    assert all(checkpoint.checkpoint_name(number) in text for number, text in zip((4, 3), problems, strict=True))
+    for number in (1, 2):
+        (tmp_path / checkpoint.checkpoint_name(number)).write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"(?s)None of the checkpoints in .*iteration_000001\.pt"):
+        checkpoint.load_newest(tmp_path, checkpoint.load)
 
 
 def test_numbered_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:

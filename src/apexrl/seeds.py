@@ -1,0 +1,192 @@
+"""Runs that differ in their seed alone: what is kept of them, and what they say together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from apexrl import files
+from apexrl.errors import ConfigError, RunDirError
+from apexrl.loggers import read_json_lines
+
+FILE = "seeds.json"
+VERSION = 1
+NUM_RESAMPLES = 2000
+MAX_SEED, MAX_SEEDS = 2**31, 1000
+FIELDS = ("return", "success_rate")
+"""Of an evaluation's record, that are aggregated where every seed has them."""
+
+
+@dataclass
+class SeedRun:
+    """One of the runs."""
+
+    seed: int
+    state: Literal["waiting", "done", "failed"] = "waiting"
+    error: str = ""
+    """Why it failed."""
+    result: dict[str, Any] = field(default_factory=dict)
+    """Record of the evaluation at the end."""
+
+
+@dataclass
+class SeedRuns:
+    """The runs below a directory, ``seed-0``, ``seed-1`` …, and ``seeds.json`` that says how far they are."""
+
+    directory: Path
+    config: dict[str, Any]
+    """Plain values of the configuration that they share."""
+    runs: list[SeedRun]
+
+    def run_dir(self, run: SeedRun) -> Path:
+        """Return the directory of one of them."""
+        return self.directory / f"seed-{run.seed}"
+
+    def with_state(self, state: str) -> list[SeedRun]:
+        """Return the runs that are in a state."""
+        return [run for run in self.runs if run.state == state]
+
+    def write(self) -> Path:
+        """Write ``seeds.json`` with what is known by now."""
+        content = {
+            "version": VERSION,
+            "aggregate": self.aggregate(),
+            "runs": [asdict(run) for run in self.runs],
+            "config": self.config,
+        }
+        return files.replace_text(self.directory / FILE, json.dumps(content, indent=1) + "\n")
+
+    def aggregate(self) -> dict[str, dict[str, Any]]:
+        """Return interquartile mean and interval of every field that all finished runs have."""
+        results = [run.result for run in self.with_state("done")]
+        return {
+            name: summary([result[name] for result in results], _strata(results, name))
+            for name in FIELDS
+            if results and all(name in result for result in results)
+        }
+
+
+def read(directory: Path) -> SeedRuns:
+    """Read ``seeds.json`` of a directory.
+
+    Raises:
+        RunDirError: when it is missing, damaged or of a newer version.
+    """
+    path = directory / FILE
+    if not path.is_file():
+        raise RunDirError(f"{directory} holds no {FILE}: name a directory that 'apexrl train --seeds' made.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["version"] > VERSION:
+            raise RunDirError(
+                f"{path} is of version {content['version']}; this apexrl reads up to {VERSION}. Update apexrl."
+            )
+        return SeedRuns(directory, content["config"], [SeedRun(**entry) for entry in content["runs"]])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunDirError(f"{path} is damaged ({type(error).__name__}: {error}); start the seeds again.") from error
+
+
+def parse_seeds(text: str, first: int) -> list[int]:
+    """Read ``5``, so many seeds from ``first`` on, or ``0,3,7``, these seeds."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"--seeds must be a number of seeds, such as 5, or seeds, such as 0,1,2, got '{text}'.")
+    numbers = [int(part) for part in parts]
+    if len(parts) == 1:
+        if not 1 <= numbers[0] <= MAX_SEEDS:
+            raise ConfigError(f"--seeds must ask for 1 to {MAX_SEEDS} seeds, got '{text}'.")
+        numbers = list(range(first, first + numbers[0]))
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError(f"--seeds must name each seed once, got '{text}'.")
+    if max(numbers) > MAX_SEED:
+        raise ConfigError(f"--seeds must be at most {MAX_SEED}, got {max(numbers)}.")
+    return numbers
+
+
+def iqm(*samples: NDArray[np.float64], axis: int = -1) -> Any:
+    """Interquartile mean of samples taken together: the mean without the lowest and the highest quarter."""
+    return stats.trim_mean(np.concatenate(samples, axis=axis), 0.25, axis=axis)
+
+
+def iqm_interval(samples: Sequence[NDArray[np.float64]], axis: int = -1) -> tuple[Any, Any]:
+    """Return the 95 % interval of the interquartile mean by the stratified bootstrap; the same one at every call.
+
+    Args:
+        samples: strata, such as the scores of every seed in one task; each is drawn from by itself.
+        axis: along which the seeds lie.
+
+    Returns:
+        Lower and upper end; without width when there is one seed, which tells nothing about others.
+    """
+    if samples[0].shape[axis] < 2:
+        value = iqm(*samples, axis=axis)
+        return value, value
+    found = stats.bootstrap(
+        tuple(samples),
+        iqm,
+        axis=axis,
+        vectorized=True,
+        method="percentile",
+        n_resamples=NUM_RESAMPLES,
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return found.low, found.high
+
+
+def summary(values: Sequence[float], strata: Sequence[Sequence[float]] | None = None) -> dict[str, Any]:
+    """Return interquartile mean, its interval and the plain mean of what seeds gave.
+
+    Args:
+        values: one a seed.
+        strata: the same by task, where there are several: one list a task, with one value a seed.
+    """
+    samples = [np.array(stratum, np.float64) for stratum in strata or [values]]
+    low, high = iqm_interval(samples)
+    return {
+        "iqm": float(iqm(*samples)),
+        "interval": [float(low), float(high)],
+        "mean": float(np.mean(values)),
+        "seeds": len(values),
+        "tasks": len(samples),
+    }
+
+
+def curve(directories: Sequence[Path], training_name: str, evaluation_name: str) -> tuple[NDArray[np.float64], ...]:
+    """Return what runs of several seeds have measured at the same steps.
+
+    Periodic evaluations are taken where every run has two or more, what training saw otherwise.
+
+    Returns:
+        Steps ``[P]`` and values ``[S, P]``; both empty when the runs have nothing in common.
+    """
+    for file, step, name in (
+        ("evaluations.jsonl", "step", evaluation_name),
+        ("metrics.jsonl", "total_steps", training_name),
+    ):
+        curves = []
+        for directory in directories:
+            points = {line[step]: line[name] for line in read_json_lines(directory / file) if name in line}
+            curves.append(np.array(sorted(points.items()), np.float64).reshape(-1, 2))
+        if curves and min(map(len, curves)) >= 2:
+            first, last = max(c[0, 0] for c in curves), min(c[-1, 0] for c in curves)
+            every = np.unique(np.concatenate([c[:, 0] for c in curves]))
+            grid = every[(first <= every) & (every <= last)]
+            if len(grid) > 200:
+                grid = np.linspace(first, last, 200)
+            return grid, np.stack([np.interp(grid, c[:, 0], c[:, 1]) for c in curves])
+    return np.zeros(0), np.zeros((0, 0))
+
+
+def _strata(results: Sequence[Mapping[str, Any]], name: str) -> list[list[float]] | None:
+    """Return the success of every task by seed, where all seeds have the same tasks."""
+    tasks = [result.get("per_task") or {} for result in results]
+    if name != "success_rate" or not tasks[0] or any(set(found) != set(tasks[0]) for found in tasks):
+        return None
+    return [[found[task]["success_rate"] for found in tasks] for task in tasks[0]]

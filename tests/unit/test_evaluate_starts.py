@@ -1,0 +1,244 @@
+"""The same episodes give the same numbers, to the last bit, for any number of environments, workers and order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from tests.point_suite import PointSuite
+from tests.scripted import ScriptedEnv
+from torch import Tensor
+
+from apexrl.envs import GymVecEnv, RslVecEnv, VecEnv, check_env, make_env
+from apexrl.envs.mujoco import MujocoVecEnv
+from apexrl.envs.separate import SeparateEnvs
+from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.envs.suites import InitState, make_suite
+from apexrl.errors import EnvError
+from apexrl.evaluation import EvaluationResult, evaluate_starts, group_size
+from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic, ROAPolicy
+
+NUM_ENVS = (1, 3, 32)
+
+
+def lively(policy: Policy) -> Policy:
+    """Give a policy actions of some size, so that a difference of one bit grows."""
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3.0)
+    return policy
+
+
+def run(
+    make: Callable[[int], VecEnv],
+    num_envs: int,
+    starts: Any,
+    make_policy: Callable[[VecEnv], Policy] = ActorCritic.for_env,
+) -> EvaluationResult:
+    env = make(num_envs)
+    torch.manual_seed(1)
+    policy = lively(make_policy(env))
+    result = evaluate_starts(env, policy, starts)
+    env.close()
+    return result
+
+
+def assert_same(results: list[EvaluationResult]) -> None:
+    first = results[0].episodes
+    for other in results[1:]:
+        assert other.episodes.keys() == first.keys()
+        for name, values in first.items():
+            np.testing.assert_array_equal(other.episodes[name], values, err_msg=name)
+
+
+SEEDS = [11, 5, 99, 3]
+TASKS: dict[str, Mapping[str, Any]] = {
+    "lift": {"max_episode_steps": 15},
+    "cartpole": {"max_episode_steps": 40},
+    "pendulum": {"max_episode_steps": 15},
+    "payload": {"max_episode_steps": 15, "change_step": 7},
+    "CartPole-v1": {"max_episode_steps": 40},
+    "HalfCheetah-v5": {"max_episode_steps": 40},
+    "mujoco/HalfCheetah-v5": {"max_episode_steps": 40},
+    "mujoco/WalkerPayload": {"max_episode_steps": 15, "command_period": 4},
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_any_number_of_environments_gives_the_same_episodes(task: str) -> None:
+    def make(num_envs: int) -> VecEnv:
+        return make_env(task, num_envs, **TASKS[task])
+
+    results = [run(make, num_envs, SEEDS) for num_envs in NUM_ENVS]
+    assert_same(results)
+    assert len(set(results[0].episodes["return"])) > 1 or task in ("cartpole", "CartPole-v1"), "episodes differ"
+
+
+@pytest.mark.parametrize(("task", "policy"), [("recall", RecurrentActorCritic), ("payload", ROAPolicy)])
+def test_policies_with_memory_or_groups(task: str, policy: type[Policy]) -> None:
+    options: dict[str, Any] = {"max_episode_steps": 10} if task == "payload" else {}
+    assert_same([run(lambda n: make_env(task, n, **options), n, SEEDS, policy.for_env) for n in NUM_ENVS])
+
+
+def test_workers_change_nothing() -> None:
+    def make(workers: int) -> Callable[[int], VecEnv]:
+        return lambda n: make_env("CartPole-v1", n, num_workers=workers, max_episode_steps=30)
+
+    assert_same([run(make(0), 4, SEEDS), run(make(2), 3, SEEDS)])
+
+
+def test_the_order_and_the_other_episodes_change_nothing() -> None:
+    def make(num_envs: int) -> VecEnv:
+        return make_env("payload", num_envs, max_episode_steps=12)
+
+    forward, alone = run(make, 3, SEEDS), run(make, 2, SEEDS[2:3])
+    backward = run(make, 2, SEEDS[::-1])
+    np.testing.assert_array_equal(forward.episodes["return"], backward.episodes["return"][::-1])
+    assert alone.episodes["return"][0] == forward.episodes["return"][2]
+
+
+def test_episodes_of_meta_world() -> None:
+    suite = make_suite("mt50", ("handle-press-v3", "reach-v3"))
+    starts = [InitState(task, suite.init_states(task, "val")[index]) for index in (4, 0) for task in (0, 1)]
+
+    def make(num_workers: int) -> Callable[[int], VecEnv]:
+        return lambda n: SuiteVecEnv(suite, n, num_workers=num_workers, max_steps=20, split="val")
+
+    def policy(env: VecEnv) -> Policy:
+        groups = {"groups": ["state"]}
+        return ActorCritic.for_env(env, actor_cfg=groups, critic_cfg=groups)
+
+    results = [run(make(0), num_envs, starts, policy) for num_envs in NUM_ENVS] + [run(make(2), 3, starts, policy)]
+    assert_same(results)
+    assert results[0].episodes["task_id"].tolist() == [0, 1, 0, 1]
+    assert results[0].episodes["control_steps"].tolist() == [20.0] * 4
+    assert list(results[0].per_task()) == ["handle-press-v3", "reach-v3"]
+
+
+def go_to_the_goal(env: VecEnv) -> Policy:
+    groups = {"groups": ["state"]}
+    return ActorCritic.for_env(env, actor_cfg=groups, critic_cfg=groups)
+
+
+def test_episodes_that_end_early_leave_the_others_alone() -> None:
+    # Some episodes start at the goal and end with their first chunk, others run to the horizon.
+    suite = PointSuite(radius=0.6)
+    starts = [
+        InitState(task, state)
+        for state_of in range(3)
+        for task in (0, 1)
+        for state in [suite.init_states(task)[state_of]]
+    ]
+    results = [run(lambda n: SuiteVecEnv(suite, n, num_workers=0), n, starts, go_to_the_goal) for n in (1, 4, 32)]
+    assert_same(results)
+    lengths = results[0].episodes["control_steps"]
+    assert lengths.min() < lengths.max() == suite.horizon
+    np.testing.assert_array_equal(results[0].episodes["truncated"], 1 - results[0].episodes["success_at_end"])
+
+
+def test_episodes_come_in_the_order_of_their_starts_with_their_ends() -> None:
+    # Each environment made alone is number 0: two steps, reward 1 + 2, ended by the time limit.
+    env = ScriptedEnv([2, 9], [True, True])
+    told: list[int] = []
+    result = evaluate_starts(env, ActorCritic.for_env(env), [7, 8, 9], on_progress=told.append)
+    assert result.episodes["episode_id"].tolist() == [0, 1, 2]
+    assert result.episodes["return"].tolist() == [3, 3, 3]
+    assert result.episodes["truncated"].tolist() == [1, 1, 1]
+    assert told[-1] == 3
+    env = ScriptedEnv([2], [False])
+    assert evaluate_starts(env, ActorCritic.for_env(env), [7]).episodes["truncated"].tolist() == [0]
+
+
+def test_groups_are_few_and_of_about_one_size() -> None:
+    assert [group_size(33, 32), group_size(7, 3), group_size(4, 32), group_size(6, 1)] == [17, 3, 4, 1]
+
+
+def test_an_episode_that_never_ends_is_given_up() -> None:
+    env = ScriptedEnv([10_000], [False])
+    with pytest.raises(EnvError, match="0 of 1 episodes ended within 50 steps"):
+        evaluate_starts(env, ActorCritic.for_env(env), [0], max_steps=50)
+
+
+class DyingSuite(PointSuite):
+    """Its second task kills the worker."""
+
+    def make_simulator(self, task_id: int) -> Any:
+        simulator: Any = super().make_simulator(task_id)
+        if task_id == 1:
+            simulator.advance = _die
+        return simulator
+
+
+def _die(action: Any) -> bool:
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGKILL)
+    return False
+
+
+def test_episodes_whose_worker_dies_are_reported_and_not_counted() -> None:
+    suite = DyingSuite()
+    starts = [InitState(task, suite.init_states(task)[0]) for task in (1, 0)]
+    # One episode at a time, so that no other is in the worker that dies.
+    result = run(lambda n: SuiteVecEnv(suite, n, num_workers=1), 1, starts, go_to_the_goal)
+    assert (result.num_episodes, result.num_lost) == (1, 1)
+    assert result.episodes["episode_id"].tolist() == [1]
+    assert result.summary().endswith("over 1 episode (1 more lost: their workers died)")
+    assert result.record()["lost_episodes"] == 1
+
+
+class Fixed:
+    """A simulator of rsl_rl's dialect, which has four environments and no other number."""
+
+    num_envs, num_actions, device = 4, 1, "cpu"
+
+    def get_observations(self) -> Tensor:
+        return torch.zeros(4, 2)
+
+    def step(self, actions: Tensor) -> Any:
+        return torch.zeros(4, 2), torch.zeros(4), torch.ones(4), {}
+
+
+def test_a_simulator_with_a_fixed_number_of_environments_is_refused() -> None:
+    env = RslVecEnv(Fixed())
+    with pytest.raises(EnvError, match="always has 4 environments"):
+        evaluate_starts(env, ActorCritic.for_env(env), [0])
+
+
+def test_environments_with_different_models_are_refused() -> None:
+    def heavier(model: Any, rng: np.random.Generator) -> None:
+        model.body_mass[1] *= rng.uniform(1.0, 2.0)
+
+    env = MujocoVecEnv("Hopper-v5", 2, randomize=heavier)
+    with pytest.raises(EnvError, match="differ in body_mass"):
+        evaluate_starts(env, ActorCritic.for_env(env), [0])
+    env.close()
+
+
+class Shared(GymVecEnv):
+    """Breaks the rule: every environment gets the first seed."""
+
+    def reset_each(self, seeds: Any) -> Any:
+        return super().reset_each([seeds[0]] * len(seeds))
+
+
+def test_check_env_finds_seeds_that_do_not_reach_their_environments() -> None:
+    make = [lambda: gym.make("CartPole-v1")] * 3
+    assert check_env(GymVecEnv(make), 30) == []
+    assert check_env(Shared(make), 30) == [
+        "The same seed of reset_each and actions gave another result in another environment."
+    ]
+
+
+def test_separate_environments_keep_the_contract() -> None:
+    env = SeparateEnvs(make_env("payload", 1, max_episode_steps=9), 3)
+    assert check_env(env, 40) == []
+    assert env.render(2).shape == (300, 400, 3)
+    assert env.spawn(5).num_envs == 5
+    env.close()

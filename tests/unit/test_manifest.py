@@ -1,0 +1,113 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.point_suite import PointSuite
+
+from apexrl.envs import make_env
+from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.errors import ConfigError
+from apexrl.manifest import Manifest, SeedEpisode, StateEpisode, make_manifest
+
+
+def suite_env(num_tasks: int = 2, num_states: int = 6) -> SuiteVecEnv:
+    return SuiteVecEnv(PointSuite(num_tasks, num_states), 1, num_workers=0, split="val")
+
+
+def test_a_manifest_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> None:
+    manifest = make_manifest(make_env("lift", 1), "lift", 5, seed=3, options={"max_episode_steps": 9})
+    path = manifest.write(tmp_path / "lift.json")
+    again = Manifest.read(path)
+    assert again == manifest
+    assert again.hash == manifest.hash
+    assert list(tmp_path.iterdir()) == [path], "no temporary file stays"
+    # The layout of the file is no part of the hash; what it says is.
+    path.write_text(json.dumps(dict(reversed(manifest.to_dict().items()))), encoding="utf-8")
+    assert Manifest.read(path).hash == manifest.hash
+    assert Manifest("lift", {}, manifest.episodes).hash != manifest.hash
+    assert Manifest("lift", manifest.options, manifest.episodes[::-1]).hash != manifest.hash
+
+
+def test_the_seeds_of_a_manifest_are_distinct_and_others_for_another_seed() -> None:
+    env = make_env("lift", 1)
+    first, again, other = (make_manifest(env, "lift", 200, seed=seed).starts(env) for seed in (0, 0, 1))
+    assert len(set(first)) == 200
+    assert first == again
+    assert not set(first) & set(other)
+
+
+def test_a_suite_gives_as_many_states_of_each_task_and_none_twice() -> None:
+    env = suite_env()
+    manifest = make_manifest(env, "points", 12, seed=1)
+    episodes = [
+        (episode.task, episode.init_state) for episode in manifest.episodes if isinstance(episode, StateEpisode)
+    ]
+    assert sorted(episodes) == [(task, index) for task in ("left", "right") for index in range(6)]
+    assert [task for task, _ in episodes[:4]] == ["right", "left", "right", "left"]
+    starts: Any = manifest.starts(env)
+    for (task, index), start in zip(episodes, starts, strict=True):
+        assert env.suite.task_names[start.task_id] == task
+        np.testing.assert_array_equal(start.init_state, env.suite.init_states(start.task_id, "val")[index])
+    with pytest.raises(ConfigError, match=r"--episodes 13 is more than the validation states.*it has 12"):
+        make_manifest(env, "points", 13)
+
+
+def test_a_part_of_a_suite_runs_the_manifest_of_its_tasks_alone() -> None:
+    manifest = make_manifest(suite_env(num_tasks=2), "points", 4)
+    assert len(manifest.starts(suite_env(num_tasks=3))) == 4
+    with pytest.raises(ConfigError, match=r"the task 'left', which this suite of 1 tasks lacks: right\."):
+        manifest.starts(suite_env(num_tasks=1))
+
+
+def test_a_state_that_is_another_one_is_refused() -> None:
+    env = suite_env()
+    good = make_manifest(env, "points", 2).episodes[0]
+    assert isinstance(good, StateEpisode)
+    for bad in (good._replace(hash="0" * 64), good._replace(init_state=6)):
+        with pytest.raises(ConfigError, match="is not the one that the manifest means"):
+            Manifest("points", {}, [bad]).starts(env)
+    with pytest.raises(ConfigError, match="the split 'test'"):
+        Manifest("points", {}, [good._replace(split="test")]).starts(env)
+
+
+def test_seeds_do_not_start_a_suite_nor_states_a_task() -> None:
+    with pytest.raises(ConfigError, match="has no initial states"):
+        Manifest("points", {}, [SeedEpisode(1)]).starts(suite_env())
+    with pytest.raises(ConfigError, match="has no seeds"):
+        make_manifest(suite_env(), "points", 2).starts(make_env("lift", 1))
+
+
+GOOD: dict[str, Any] = {"version": 1, "task": "lift", "options": {}, "episodes": [{"seed": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ([], "is not a manifest"),
+        ({**GOOD, "manifest_hash": "x"}, "is not a manifest"),
+        ({"version": 1}, "is not a manifest"),
+        ({**GOOD, "version": 2}, "of version 2; this one reads version 1. Update apexrl"),
+        ({**GOOD, "task": 3}, "'task' must be text"),
+        ({**GOOD, "options": []}, "'options' a mapping"),
+        ({**GOOD, "episodes": []}, "at least one episode"),
+        ({**GOOD, "episodes": [{"seed": 1}, {"seed": -1}]}, r"episode 1: 'seed' must lie in \[0, 4294967296\), got -1"),
+        ({**GOOD, "episodes": [{"seed": "1"}]}, "episode 0: 'seed' must be a whole number, got '1'"),
+        ({**GOOD, "episodes": [{"seed": True}]}, "must be a whole number"),
+        ({**GOOD, "episodes": [{"seed": 1, "x": 2}]}, "must have seed and nothing else"),
+        ({**GOOD, "episodes": [{"seed": 1}, 5]}, "episode 1 must have seed"),
+        ({**GOOD, "episodes": [{"task": "reach"}]}, "must have task, split, init_state, hash"),
+    ],
+)
+def test_what_is_no_manifest_gives_a_message(content: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        Manifest.read(path)
+
+
+def test_no_file() -> None:
+    with pytest.raises(ConfigError, match=r"There is no manifest at nowhere\.json"):
+        Manifest.read(Path("nowhere.json"))

@@ -1,0 +1,102 @@
+"""What several seeds say together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from apexrl import seeds
+from apexrl.errors import ConfigError, RunDirError
+from apexrl.loggers import append_json_line
+from apexrl.seeds import SeedRun, SeedRuns, curve, iqm, iqm_interval, parse_seeds, summary
+
+
+def test_the_interquartile_mean_leaves_out_a_quarter_at_each_end() -> None:
+    # Of eight values two fall off at each end: (3 + 4 + 5 + 6) / 4.
+    assert iqm(np.array([100.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, -50.0])) == 3.5
+    assert iqm(np.array([1.0, 2.0]), np.array([3.0, 4.0])) == 2.5
+
+
+def test_the_interval_holds_the_mean_of_the_middle_and_is_the_same_every_time() -> None:
+    values = np.random.default_rng(1).normal(10.0, 1.0, 40)
+    low, high = iqm_interval([values])
+    assert low < iqm(values) < high
+    # The interquartile mean of n normal values has a standard deviation of about 1.09 sigma / sqrt(n).
+    assert high - low == pytest.approx(2 * 1.96 * 1.09 / np.sqrt(40), rel=0.35)
+    assert iqm_interval([values]) == (low, high)
+
+
+def test_strata_are_drawn_from_by_themselves() -> None:
+    # Two tasks whose seeds agree: however seeds are drawn, both tasks are there, and nothing varies.
+    low, high = iqm_interval([np.zeros(5), np.ones(5)])
+    assert (low, high) == (0.5, 0.5)
+    # As one task, the share of ones varies.
+    low, high = iqm_interval([np.array([0.0] * 5 + [1.0] * 5)])
+    assert low < 0.4 < 0.6 < high
+
+
+def test_one_seed_has_an_interval_without_width() -> None:
+    assert summary([3.0]) == {"iqm": 3.0, "interval": [3.0, 3.0], "mean": 3.0, "seeds": 1, "tasks": 1}
+
+
+def test_only_finished_seeds_and_common_fields_are_aggregated(tmp_path: Path) -> None:
+    tasks = [{"a": {"success_rate": 0.0}, "b": {"success_rate": rate}} for rate in (1.0, 0.5)]
+    runs = [
+        SeedRun(0, "done", "", {"return": 1.0, "success_rate": 0.5, "per_task": tasks[0]}),
+        SeedRun(1, "done", "", {"return": 3.0, "success_rate": 0.25, "per_task": tasks[1], "only_here": 1.0}),
+        SeedRun(2, "failed", "diverged"),
+    ]
+    found = SeedRuns(tmp_path, {}, runs).aggregate()
+    assert set(found) == {"return", "success_rate"}
+    assert (found["return"]["iqm"], found["return"]["seeds"], found["return"]["tasks"]) == (2.0, 2, 1)
+    # The strata 0, 0 and 1, 0.5: sorted 0, 0, 0.5, 1, without the ends 0 and 0.5.
+    assert (found["success_rate"]["iqm"], found["success_rate"]["tasks"]) == (0.25, 2)
+
+
+def test_seeds_json_comes_back_as_it_was(tmp_path: Path) -> None:
+    stored = SeedRuns(tmp_path, {"training": {"seed": 3}}, [SeedRun(3, "done", "", {"return": 1.5}), SeedRun(4)])
+    stored.write()
+    assert seeds.read(tmp_path) == stored
+    content = json.loads((tmp_path / seeds.FILE).read_text())
+    assert content["aggregate"]["return"]["iqm"] == 1.5
+    (tmp_path / seeds.FILE).write_text(json.dumps({**content, "version": 9}))
+    with pytest.raises(RunDirError, match=r"version 9; this apexrl reads up to 1\. Update apexrl"):
+        seeds.read(tmp_path)
+    (tmp_path / seeds.FILE).write_text("{")
+    with pytest.raises(RunDirError, match=r"seeds\.json is damaged"):
+        seeds.read(tmp_path)
+    with pytest.raises(RunDirError, match=r"holds no seeds\.json"):
+        seeds.read(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "expected"), [("3", 0, [0, 1, 2]), ("2", 7, [7, 8]), ("4,0, 9", 5, [4, 0, 9]), ("5,6", 0, [5, 6])]
+)
+def test_seeds_are_a_number_or_a_list(text: str, first: int, expected: list[int]) -> None:
+    assert parse_seeds(text, first) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1,1", "a", "1,,2", "1.5", "99999", f"1,{2**31 + 1}"])
+def test_other_seeds_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--seeds must"):
+        parse_seeds(text, 0)
+
+
+def test_curves_meet_at_the_steps_that_all_seeds_have(tmp_path: Path) -> None:
+    for name, points in {"a": [(10, 0.0), (20, 1.0), (30, 2.0)], "b": [(10, 4.0), (30, 8.0), (40, 9.0)]}.items():
+        (tmp_path / name).mkdir()
+        for step, value in points:
+            append_json_line(tmp_path / name / "metrics.jsonl", {"total_steps": step, "rollout/return": value})
+    directories = [tmp_path / "a", tmp_path / "b"]
+    steps, values = curve(directories, "rollout/return", "return")
+    assert steps.tolist() == [10, 20, 30]
+    assert values.tolist() == [[0, 1, 2], [4, 6, 8]]
+    for directory in directories:
+        for step in (10, 20):
+            append_json_line(directory / "evaluations.jsonl", {"step": step, "return": 5.0})
+    steps, values = curve(directories, "rollout/return", "return")
+    assert values.tolist() == [[5, 5], [5, 5]]
+    assert curve(directories, "rollout/none", "none")[0].shape == (0,)

@@ -1,0 +1,116 @@
+"""The file of a sweep: what it may say, and what is said about its mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from apexrl.config import preset_dir
+from apexrl.errors import ConfigError
+from apexrl.sweep_file import as_text, read_sweep, sweep_from
+
+GOOD: dict[str, Any] = {
+    "preset": "cartpole_ppo",
+    "overrides": {"training.device": "cpu"},
+    "space": {
+        "algo.learning_rate": {"low": "1e-4", "high": 0.01, "log": True},
+        "algo.num_epochs": {"low": 1, "high": 8},
+        "algo.gamma": {"low": 0, "high": 1},
+        "policy.hidden_dims": {"choices": [[8], [16, 16]]},
+    },
+}
+
+
+def test_a_file_with_little_in_it() -> None:
+    sweep = sweep_from(GOOD, "my.yaml")
+    assert (sweep.trials, sweep.objective, sweep.direction, sweep.seeds) == (20, "return", "maximize", 1)
+    rate, epochs, gamma, dims = sweep.space
+    assert (rate.low, rate.high, rate.log, rate.is_integer) == (1e-4, 0.01, True, False)
+    assert (epochs.is_integer, gamma.is_integer) == (True, False)
+    assert dims.choices == ([8], [16, 16])
+    config = sweep.config({"algo.learning_rate": 1e-05, "policy.hidden_dims": [16, 16]})
+    assert config.algo.learning_rate == 1e-05
+    assert config.to_dict()["policy"]["hidden_dims"] == [16, 16]
+    assert config.training.device == "cpu"
+    assert config.task.id == "CartPole-v1"
+
+
+def test_what_a_directory_keeps_is_the_same_sweep() -> None:
+    sweep = sweep_from(GOOD, "my.yaml")
+    kept = yaml.safe_load(yaml.safe_dump(sweep.to_dict(), sort_keys=False))
+    assert sweep_from(kept, "sweep.yaml") == sweep
+    with pytest.raises(ConfigError, match="version is 2; this apexrl reads sweeps up to 1"):
+        sweep_from({**kept, "version": 2}, "sweep.yaml")
+
+
+@pytest.mark.parametrize("value", [1e-05, 3, True, None, "text", "1e-5", [8, 8], {"a": 1.5}])
+def test_a_value_as_text_is_read_back(value: Any) -> None:
+    assert yaml.safe_load(as_text(value)) == value
+
+
+@pytest.mark.parametrize("path", sorted((preset_dir() / "sweeps").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_sweeps_that_ship_are_found_by_name(path: Path) -> None:
+    assert read_sweep(Path(path.stem)) == read_sweep(path)
+
+
+SPACE = "algo.learning_rate"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"preset": None}, ["preset must be text, got None"]),
+        ({"preset": "cartpole"}, ["Unknown preset 'cartpole'", "Did you mean 'cartpole_ppo'?"]),
+        ({"config": "x.yaml"}, ["give one of preset", "and config"]),
+        ({"trails": 3}, ["Unknown field 'trails'", "Did you mean 'trials'?"]),
+        ({"trials": 0}, ["trials must be a whole number from 1 to 100000, got 0"]),
+        ({"trials": "many"}, ["trials", "'many'"]),
+        ({"seeds": 1.5}, ["seeds must be a whole number", "1.5"]),
+        ({"seed": -1}, ["seed must be a whole number from 0", "-1"]),
+        ({"direction": "up"}, ["direction must be one of maximize, minimize, got 'up'"]),
+        ({"pruning": "medain"}, ["pruning must be one of none, median, halving", "Did you mean 'median'?"]),
+        ({"sampler": "grid"}, ["sampler must be one of tpe, random, got 'grid'"]),
+        ({"objective": 3}, ["objective must be", "got 3"]),
+        ({"space": {}}, ["space must hold at least one field"]),
+        ({"space": [1]}, ["space must hold fields and values, got [1]"]),
+        ({"space": {"algo.clipp": {"low": 0, "high": 1}}}, ["space.algo.clipp", "Did you mean 'algo.clip'?"]),
+        ({"space": {SPACE: 3}}, ["space.algo.learning_rate must be {low: …, high: …}", "got 3"]),
+        ({"space": {SPACE: {"low": 1}}}, ["space.algo.learning_rate must be", "{'low': 1}"]),
+        ({"space": {SPACE: {"low": 1, "high": 2, "logg": True}}}, ["unknown 'logg'", "Did you mean 'log'?"]),
+        ({"space": {SPACE: {"low": "x", "high": 2}}}, ["algo.learning_rate.low must be a finite number, got 'x'"]),
+        ({"space": {SPACE: {"low": 2, "high": 1}}}, ["space.algo.learning_rate.low must be below high (1), got 2"]),
+        ({"space": {SPACE: {"low": 0, "high": 1, "log": True}}}, ["low must be above 0 with log: true, got 0"]),
+        ({"space": {SPACE: {"low": 0.1, "high": 1, "log": 2}}}, ["log must be true or false, got 2"]),
+        ({"space": {SPACE: {"choices": [1]}}}, ["choices must be a list of two or more values, got [1]"]),
+        ({"space": {"algo.num_epochs": {"low": 1.5, "high": 3}}}, ["algo.num_epochs counts", "1.5 and 3"]),
+        ({"space": {"algo.clip": {"low": 0.1, "high": 3.0}}}, ["space.algo.clip: algo.clip must lie in (0, 1)", "3.0"]),
+        ({"space": {"training.seed": {"low": 0, "high": 3}}}, ["space.training.seed must not be searched", "seeds"]),
+        ({"overrides": {"algo.lerning_rate": 1}}, ["'--algo.lerning_rate'", "Did you mean 'algo.learning_rate'?"]),
+        ({"overrides": {"algo.clip": 3}}, ["algo.clip must lie in (0, 1), got 3"]),
+        ({"overrides": 3}, ["overrides must hold fields and values, got 3"]),
+        ({"overrides": {"training.final_eval_episodes": 0}}, ["final_eval_episodes must be at least 1, got 0"]),
+        (
+            {"pruning": "median", "overrides": {"training.eval_interval": 0}},
+            ["pruning median", "training.eval_interval must be at least 1, got 0", "pruning: none"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named_with_field_and_value(change: dict[str, Any], expected: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sweep_from({**GOOD, **change}, "my.yaml")
+    for part in ("my.yaml: ", *expected):
+        assert part in str(caught.value)
+
+
+def test_every_problem_of_the_space_is_named_at_once() -> None:
+    space = {"algo.clip": {"low": 2, "high": 1}, "algo.gamma": 3}
+    with pytest.raises(ConfigError, match=r"(?s)trials must.*space\.algo\.clip.*space\.algo\.gamma"):
+        sweep_from({**GOOD, "trials": 0, "space": space}, "my.yaml")
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no sweep file at nowhere\.yaml; .* ships: cartpole"):
+        read_sweep(Path("nowhere.yaml"))
