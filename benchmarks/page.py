@@ -73,7 +73,12 @@ def section(path: Path) -> str:
     name, record = path.stem, json.loads(path.read_text(encoding="utf-8"))
     command = record.get("command") or COMMANDS.get(name, f"python benchmarks/{name}.py")
     title, text = description(COMMANDS.get(name, command))
-    parts = [f"## {name}", f"**{title}**" if title else "", text, *(table(rows) for rows in rows_of(name, record) if rows)]
+    parts = [
+        f"## {name}",
+        f"**{title}**" if title else "",
+        text,
+        *(table(rows) for rows in rows_of(name, record) if rows),
+    ]
     picture = f"images/{PICTURES.get(name, name)}.png"
     parts += [f"![{title}]({picture})"] if (PAGE.parent / picture).exists() else []
     parts += [settings(record), NOTES.get(name, ""), record.get("note", "")]
@@ -144,9 +149,8 @@ FORMATS: dict[str, Callable[[Row], list[Rows]]] = {
 
 
 def is_flat(row: Row) -> bool:
-    """Whether every value fits a cell, and something was measured."""
-    values = row.values()
-    return any(is_measure(value) for value in values) and not any(isinstance(value, list | dict) for value in values)
+    """Whether every value fits a cell."""
+    return not any(isinstance(value, list | dict) for value in row.values())
 
 
 def is_measure(value: Any) -> bool:

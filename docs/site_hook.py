@@ -2,16 +2,19 @@
 
 A hook of MkDocs (``mkdocs.yml``). ``README.md`` becomes the home page; any other file outside ``docs/`` that a page
 links to is added: data as it is, code as a page with numbered lines. A link whose text is the name of something leads
-to the line that defines it.
+to the line that defines it. ``Equations`` keeps the equations of docstrings as they are written.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -27,6 +30,8 @@ PAGES = {
 """Files of the root that are pages of the site."""
 DATA = {".json", ".png"}
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+EQUATION = re.compile(r"\S+(?: \S+)? [=←] ")
+"""How a paragraph with an equation begins."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash"}
 
 
@@ -60,6 +65,11 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     anchors = page.present_anchor_ids or set()
     page.present_anchor_ids = anchors | set(re.findall(r'(?:id|name)="(__codelineno-[\d-]+)"', html))
     return html
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Say which pages are in Chinese, so that browsers choose the right letters."""
+    return output.replace('<html lang="en"', '<html lang="zh-CN"', 1) if ".zh." in page.file.src_uri else output
 
 
 def links(markdown: str, uri: str) -> Iterator[tuple[str, Path, str]]:
@@ -99,3 +109,14 @@ def as_page(path: Path) -> str:
     code = path.read_text(encoding="utf-8")
     head = "---\nsearch:\n  exclude: true\nhide:\n  - toc\n---\n"
     return f'{head}\n# {path.relative_to(ROOT)}\n\n``````{language} linenums="1"\n{code}``````\n'
+
+
+class Equations(griffe.Extension):
+    """Makes code of the paragraphs of docstrings that begin as an equation does; Markdown would read their signs."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Change the docstring of one object."""
+        if obj.docstring:
+            first, *rest = obj.docstring.value.split("\n\n")
+            changed = [textwrap.indent(part, "    ") if EQUATION.match(part) else part for part in rest]
+            obj.docstring.value = "\n\n".join([first, *changed])

@@ -22,7 +22,7 @@ from apexrl.types import DONE, OBSERVATION, REWARD
 EPISODES, SEED, ABLATION_SEED = 256, 12345, 777
 LARGE_CHANGES: dict[str, dict[str, Any]] = {
     "payload": {"change": "gain", "fixed": {"gain": 1.8}, "change_to": {"gain": 0.4}},
-    "mujoco/WalkerPayload": {"change": "strength", "strength_range": (1.4, 1.4), "change_to": 0.6},
+    "mujoco/WalkerPayload": {"change": "strength", "strength_range": [1.4, 1.4], "change_to": 0.6},
 }
 """Tasks whose physics can change within an episode, and options by which motors lose most of their strength."""
 

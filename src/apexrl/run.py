@@ -28,7 +28,7 @@ from apexrl.collectors import AsyncCollector, BaseCollector, RayCollector, Rollo
 from apexrl.config import Config, make_config, read_config, with_overrides
 from apexrl.envs import VecEnv, make_env
 from apexrl.envs.suite_env import SuiteVecEnv
-from apexrl.errors import ApexRLError, CheckpointError, ConfigError, RunDirError
+from apexrl.errors import ApexRLError, CheckpointError, ConfigError, EnvError, RunDirError
 from apexrl.graphs import Acceleration
 from apexrl.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger, cut_json_lines
 from apexrl.policies import Policy, VLAPolicy
@@ -387,6 +387,8 @@ def make_task(config: Config, device: torch.device, num_envs: int | None = None)
     count = num_envs or task.num_envs
     try:
         return make_env(task.id, count, device=device, num_workers=min(task.num_workers, count), **task.kwargs)
+    except EnvError as error:
+        raise EnvError(f"task.id {task.id}: {error}") from error
     except (TypeError, ValueError) as error:
         if isinstance(error, ApexRLError) or not task.kwargs:
             raise

@@ -22,7 +22,16 @@ from apexrl.errors import ApexRLError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-ALL_PAGES = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "adr").glob("*.md"))]
+TRANSLATIONS = {
+    path: path.with_name(path.name.replace(".zh", ""))
+    for path in [ROOT / "README.zh.md", *(ROOT / "docs").glob("*.zh.md")]
+}
+"""Pages in Chinese, and those that they say the same as."""
+ALL_PAGES = [
+    *PAGES,
+    *(ROOT / name for name in ("README.zh.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs" / "adr").glob("*.md")),
+]
 BEGIN, END = "<!-- fields:begin -->", "<!-- fields:end -->"
 
 
@@ -60,7 +69,9 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_one_thread")
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python") and page not in TRANSLATIONS], ids=name_of
+)
 def test_the_python_of_a_page_runs_from_top_to_bottom(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +116,7 @@ class _UnderstoodError(ApexRLError):
 def test_an_apexrl_command_is_understood(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("my_run.yaml", "runs/mine/config.yaml", "runs/first/config.yaml"):
+    for name in ("my_run.yaml", "runs/mine/config.yaml", "runs/first/config.yaml", "runs/second/config.yaml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
     monkeypatch.chdir(tmp_path)
@@ -203,6 +214,28 @@ def test_pictures_are_small() -> None:
     pictures = list((ROOT / "docs" / "images").iterdir())
     assert pictures
     assert all(picture.stat().st_size < 200_000 for picture in pictures)
+
+
+# Translations
+
+
+def said(page: Path) -> dict[str, set[str]]:
+    """What both languages must have in common: blocks of code, code in the text, targets of links."""
+    found = without_code(page)
+    return {
+        "code": set(re.findall(r"`([^`\n]+)`", found)),
+        "targets": {target.replace(".zh.md", ".md") for _, target in links(page)} - {page.name.replace(".zh", "")},
+    }
+
+
+@pytest.mark.parametrize("page", TRANSLATIONS, ids=name_of)
+def test_a_translation_has_the_code_the_commands_and_the_links_of_its_original(page: Path) -> None:
+    original = TRANSLATIONS[page]
+    for language in ("python", "bash"):
+        assert [block.code for block in blocks(page, language)] == [block.code for block in blocks(original, language)]
+    assert said(page) == said(original)
+    assert {page.name} & {target for _, target in links(original)}
+    assert {original.name} & {target for _, target in links(page)}
 
 
 # Tables

@@ -117,10 +117,22 @@ def test_success_in_the_last_step_is_not_lost_in_the_reset(short: ManiSkillVecEn
     assert batch["truncated"][-1].tolist() == [[True], [True]]
 
 
+def test_success_at_the_time_limit_terminates() -> None:
+    env = make_env(TASK, 2, max_episode_steps=4, ignore_terminations=False)
+    assert isinstance(env, ManiSkillVecEnv)
+    _solved(env, {4})
+    env.reset(seed=0)
+    for _ in range(4):
+        step = env.step(torch.zeros(2, 8))
+    assert step.terminated.tolist() == [[True], [False]]
+    assert step.truncated.tolist() == [[False], [True]]
+    env.close()
+
+
 def test_without_ignoring_an_end_success_terminates_one_environment_alone() -> None:
     env = make_env(TASK, 2, max_episode_steps=8, ignore_terminations=False)
     assert isinstance(env, ManiSkillVecEnv)
-    _solved(env, {3, 8})
+    _solved(env, {3})
     obs = env.reset(seed=0)
     for _ in range(3):
         step = env.step(torch.zeros(2, 8))

@@ -179,7 +179,8 @@ def _problem_of_refusal(example: Example, outcome: Outcome, run_dir: Path) -> st
     if problem := outcome.refusal(names=f"{example}: "):
         return problem
     # A section that is unknown, or holds no fields, stands for its fields.
-    names = [part for name in example.values for part in (name, f"ection '{name.partition('.')[0]}'")]
+    fields = [".".join(name.split(".")[:2]) for name in example.values]
+    names = [*example.values, *fields, *(f"ection '{name.partition('.')[0]}'" for name in fields)]
     named = any(name in outcome.said for name in names)
     return "" if named else f"{example}: the message names no field of it: {outcome.said[:600]}"
 

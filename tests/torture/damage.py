@@ -176,7 +176,11 @@ def malicious_checkpoints(report: Report, work: Path, run: TinyRun, ways: int) -
             ["play", newest],
             ["export", str(run_dir)],
         ):
-            problem = command(arguments, output).refusal(newest, names=f"{name} to {arguments[0]}: ")
+            parts = [
+                newest,
+                *(["it holds code (posix.system)"] if "pickle" not in name and "script" not in name else []),
+            ]
+            problem = command(arguments, output).refusal(*parts, names=f"{name} to {arguments[0]}: ")
             line.add(f"{name} to {arguments[0]}: ITS CODE RAN" if marker.exists() else problem)
             marker.unlink(missing_ok=True)
         shutil.rmtree(run_dir)

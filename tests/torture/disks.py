@@ -12,9 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.torture import harness
-from tests.torture.harness import Line, Outcome, Report, TinyRun, command, difference, end, output_of
-
-from apexrl.agent import checkpoint
+from tests.torture.harness import Line, Outcome, Report, TinyRun, command, difference, end, output_of, unreadable
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 16384, 1 << 18
@@ -94,7 +92,7 @@ def _full_disk(line: Line, disk: Path, run: TinyRun, count: int, draw: random.Ra
             problem = difference(run_dir, run.whole)
         else:
             problem = outcome.refusal("cannot be written: No space left on device", names=f"{left} bytes were left: ")
-            problem = problem or _unreadable(run_dir) or run.finish(run_dir)
+            problem = problem or unreadable(run_dir) or run.finish(run_dir)
             reasons.add(_refused_file(outcome))
         line.add(problem)
         _remove(run_dir)
@@ -112,16 +110,6 @@ def _fill(path: Path, size: int) -> None:
 def _refused_file(outcome: Outcome) -> str:
     path = (outcome.said.partition(" cannot be")[0].split() or [""])[-1]
     return "checkpoint" if path.endswith(".pt") else Path(path).name
-
-
-def _unreadable(run_dir: Path) -> str:
-    """Name a checkpoint that is not whole."""
-    for path in checkpoint.numbered(run_dir / "checkpoints") if run_dir.exists() else []:
-        try:
-            checkpoint.load(path)
-        except Exception as error:
-            return str(error)
-    return ""
 
 
 def _remove(run_dir: Path) -> None:
@@ -145,7 +133,7 @@ def _read_only_disk(line: Line, disk: Path, run: TinyRun, count: int, draw: rand
         if outcome.code:
             problem = problem or _is_refused_now(run, run_dir, disk.parent / "read-only.txt")
         libc.mount(b"none", str(disk).encode(), None, MS_REMOUNT, None)
-        line.add(problem or _unreadable(run_dir) or run.finish(run_dir))
+        line.add(problem or unreadable(run_dir) or run.finish(run_dir))
         _remove(run_dir)
 
 

@@ -19,6 +19,7 @@ from tests.torture import faults
 
 import apexrl.suite_run
 from apexrl.agent import checkpoint
+from apexrl.errors import CheckpointError
 from apexrl.loggers import read_json_lines
 
 FAULTY = {name: value for name, value in LIFT.items() if not name.startswith("task.kwargs")} | {
@@ -31,7 +32,7 @@ CLOCK = ("time/", "collect/seconds", "collect/control_steps_per_second", "collec
 """Names of numbers that depend on the clock, or on which simulators a process has already made."""
 PATIENCE = 120.0
 """Seconds after which a command counts as hanging."""
-PRELOAD = ["apexrl.cli", "apexrl.run", "apexrl.plots", "torch.utils.tensorboard", "tests.torture.faults", "pytest"]
+PRELOAD = ["apexrl.cli", "apexrl.run", "apexrl.plots", "torch.utils.tensorboard", "tests.torture.harness"]
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(PRELOAD)
 context: Any = FORKSERVER
@@ -200,6 +201,16 @@ def difference(run_dir: Path, whole: Path) -> str:
     ours, theirs = (checkpoint.load(checkpoint.latest(run / "checkpoints")) for run in (run_dir, whole))
     place = _first_difference(ours, theirs, "checkpoint")
     return f"{run_dir.name}: {place} differs from that of the whole run" if place else ""
+
+
+def unreadable(run_dir: Path) -> str:
+    """Name a checkpoint that is not whole; an empty text when all are."""
+    for path in checkpoint.numbered(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else []:
+        try:
+            checkpoint.load(path)
+        except CheckpointError as error:
+            return str(error)
+    return ""
 
 
 def _numbers(path: Path) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.torture.harness import Line, Outcome, Preparation, Report, TinyRun, end, launch, output_of
+from tests.torture.harness import Line, Outcome, Preparation, Report, TinyRun, end, launch, output_of, unreadable
 
 import apexrl.evaluation
 from apexrl import files
@@ -39,7 +39,7 @@ def random_kills(report: Report, work: Path, run: TinyRun, count: int, draw: ran
             process.kill()
             outcome = end(process, output_of(run_dir))
             if outcome.code == -signal.SIGKILL:
-                line.add()
+                line.add(unreadable(run_dir))
             elif outcome.code:
                 line.add(f"{run_dir.name}: {outcome}")
                 break
@@ -62,7 +62,7 @@ def kills_in_writes(report: Report, work: Path, run: TinyRun, what: str, count: 
             where = draw.choice(("half", "half", "before rename", "after rename"))
             outcome = run.start(run_dir, (die_in_write, (what, draw.choice((1, 1, 2)), where, size)))
             if outcome.code == -signal.SIGKILL:
-                line.add()
+                line.add(unreadable(run_dir))
             elif outcome.code:
                 line.add(f"{run_dir.name}: {outcome}")
                 break

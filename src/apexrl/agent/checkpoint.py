@@ -45,7 +45,7 @@ _SEAL_SIZE = len(SEAL) + 64
 _UNSEALED_END = b"PK\5\6"
 """How the last 22 bytes of an archive without a comment begin."""
 _NUMBERED = re.compile(r"iteration_(\d+)\.pt")
-_CODE = re.compile(r"Unsupported (?:global: GLOBAL|operand|class) ([\w.]+)")
+_CODE = re.compile(r"unsupported global:? (?:GLOBAL )?([\w.]+)", re.IGNORECASE)
 """How PyTorch names what a file wanted to run."""
 T = TypeVar("T")
 
@@ -126,7 +126,10 @@ def load(path: Path) -> dict[str, Any]:
     except Exception as error:
         # PyTorch's own text advises to switch the protection off; it stays in the cause.
         if found := _CODE.search(str(error)):
-            damaged = f"{path} is refused: it holds code ({found[1]}), which apexrl never writes and never runs."
+            damaged = (
+                f"{path} is not a readable checkpoint: it holds code ({found[1]}), which was not written by apexrl and "
+                "is never run. Use another one."
+            )
         raise DamagedCheckpointError(damaged) from error
     content = migrated_checkpoint(content if isinstance(content, dict) else {}, path)
     missing = [key for key in KEYS if key not in content]

@@ -28,20 +28,20 @@ HEIGHT: Final = 1.17
 """Of the torso when it stands in this pose, m."""
 REACH: Final = 1.0
 """How far from the pose an action of 1 aims, rad."""
-STIFFNESS, DAMPING, TORQUE = 120.0, 0.5, 100.0
+STIFFNESS, DAMPING, TORQUE = 120.0, 1.5, 100.0
 """Of the servos of a robot of strength 1: N·m/rad, N·m·s/rad, and the most that they give, N·m."""
 SERVO_FIELDS: Final = ("actuator_gainprm", "actuator_biasprm", "actuator_forcerange")
 """What their strength scales."""
 RANGES: Final = {
     "mass": (0.8, 1.3),
     "friction": (0.5, 1.5),
-    "strength": (0.5, 1.5),
+    "strength": (0.6, 1.4),
     "size": (0.08, 0.14),
-    "density": (100.0, 800.0),
+    "density": (100.0, 600.0),
     "offset": (-0.1, 0.1),
 }
 """What physics are drawn from unless told, and what the observations map to [-1, 1], whatever they are drawn from."""
-LOG_PAYLOAD_RANGE: Final = (math.log(100.0 * 0.16**3), math.log(800.0 * 0.28**3))
+LOG_PAYLOAD_RANGE: Final = (math.log(100.0 * 0.16**3), math.log(600.0 * 0.28**3))
 """The range of the object's log mass that follows from these."""
 CHANGES: Final = ("mass", "friction", "strength", "payload", "offset")
 
@@ -70,11 +70,11 @@ class WalkerPayload(MujocoTask):
     Gymnasium's Walker2d carries a cube on its torso. Its hips swing both ways, by 90 degrees, and servos with little
     damping turn its joints from angles q to a pose with bent knees plus the action a in [-1, 1]⁶, with a torque of
 
-    g (120 (pose + a - q) - 0.5 q̇) N·m, at most 100 g
+    g (120 (pose + a - q) - 1.5 q̇) N·m, at most 100 g
 
     Every episode draws anew (u uniform, log u log-uniform): the scale of its masses u(0.8, 1.3), friction u(0.5, 1.5),
-    the strength of its servos g = u(0.5, 1.5), half the cube's edge h = u(0.08, 0.14) m, its density
-    log u(100, 800) kg/m³, that is 0.4 to 18 kg on a body of 24 kg, and its place u(-0.1, 0.1) m. With v the mean speed
+    the strength of its servos g = u(0.6, 1.4), half the cube's edge h = u(0.08, 0.14) m, its density
+    log u(100, 600) kg/m³, that is 0.4 to 13 kg on a body of 24 kg, and its place u(-0.1, 0.1) m. With v the mean speed
     of the torso over the step of 0.02 s:
 
     reward = max(0, 1 - |v - command| / command) - 0.01 |a|²

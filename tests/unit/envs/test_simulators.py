@@ -174,7 +174,7 @@ import gymnasium
 from isaaclab.app import launched
 
 assert launched, "Isaac Sim must run before this can be imported"
-gymnasium.register("Isaac-Count-v0", "tests.unit.envs.test_simulators:Lab", disable_env_checker=True, order_enforce=False)
+gymnasium.register("Isaac-Count-v0", "isaaclab_tasks:Count")
 """,
     "isaaclab_tasks/utils.py": """
 from tests.unit.envs.test_simulators import LabConfig
