@@ -104,4 +104,4 @@ bench: install  ## Install the peers and compare with them on one CPU thread (ap
 	$(BIN)/apexrl bench ppo_cpu
 
 clean:  ## Remove the virtual environments and caches.
-	rm -rf $(VENV) $(MANISKILL) $(MJLAB) $(ENVPOOL) $(VULKAN) $(CHROMIUM) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(MANISKILL) $(MJLAB) $(ENVPOOL) $(VULKAN) $(CHROMIUM) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache site

@@ -13,6 +13,7 @@ One file a task, ``<task>_demo.hdf5``::
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -22,10 +23,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gymnasium as gym
-import h5py
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -37,6 +37,9 @@ from apexrl.errors import ConfigError, EnvError
 from apexrl.models.encoder import is_picture
 from apexrl.policies.vla import VALID_STEPS
 from apexrl.types import ACTION, INSTRUCTION_KEY, OBSERVATION, STATE_KEY
+
+if TYPE_CHECKING:
+    import h5py
 
 TASK_ID, DEMO_ID = "task_id", "demo_id"
 SUFFIX = "_demo.hdf5"
@@ -181,7 +184,7 @@ def _write(path: Path, suite: TaskSuite, task_id: int, demos: Sequence[_Demo]) -
     name, instruction = suite.task_names[task_id], suite.instructions[task_id]
     temporary = path.with_name(f".{path.name}.part")
     try:
-        with h5py.File(temporary, "w") as file:
+        with _hdf5().File(temporary, "w") as file:
             data = file.create_group("data")
             data.attrs["num_demos"] = len(demos)
             data.attrs["total"] = sum(len(demo.actions) for demo in demos)
@@ -298,7 +301,7 @@ def _files(path: Path, suite: TaskSuite | None) -> Iterator[tuple[int, Path]]:
 def _opened(path: Path) -> Iterator[h5py.File]:
     """Open an HDF5 file, with one clear message when it is none."""
     try:
-        file = h5py.File(path, "r")
+        file = _hdf5().File(path, "r")
     except OSError as error:
         raise ConfigError(f"{path} is not a readable HDF5 file: {error}. Use another one.") from error
     with file:
@@ -308,7 +311,7 @@ def _opened(path: Path) -> Iterator[h5py.File]:
 def _demos(content: h5py.File, file: Path) -> list[h5py.Group]:
     """Return the demonstrations of a file in the order of their numbers."""
     data = content.get("data")
-    names = [] if not isinstance(data, h5py.Group) else [name for name in data if name.startswith("demo")]
+    names = [] if not isinstance(data, _hdf5().Group) else [name for name in data if name.startswith("demo")]
     if not names:
         raise ConfigError(f"{file} has no dataset 'data/demo_0': it is not in the layout of robomimic and LIBERO.")
     return [data[name] for name in sorted(names, key=lambda name: (len(name), name))]
@@ -380,7 +383,7 @@ def _group(demo: h5py.Group, name: str, box: gym.Space[Any], file: Path, count: 
 
 def _read(demo: h5py.Group, name: str, file: Path) -> NDArray[Any]:
     found = demo.get(name)
-    if not isinstance(found, h5py.Dataset):
+    if not isinstance(found, _hdf5().Dataset):
         there = sorted(demo["obs"]) if name.startswith("obs/") and "obs" in demo else sorted(demo)
         raise ConfigError(f"{file} has no dataset '{demo.name}/{name}'; there are {there}.")
     try:
@@ -388,3 +391,11 @@ def _read(demo: h5py.Group, name: str, file: Path) -> NDArray[Any]:
     except OSError as error:
         raise ConfigError(f"{file}: the dataset '{demo.name}/{name}' is damaged: {error}. Use another file.") from error
     return values
+
+
+def _hdf5() -> Any:
+    """Load the library of these files, which only demonstrations need."""
+    try:
+        return importlib.import_module("h5py")
+    except ImportError as error:
+        raise ConfigError("Demonstrations need h5py. Install it with: pip install 'apexrl[suites]'") from error

@@ -42,10 +42,13 @@ def _checkpoint_3(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checkpoint_4(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Adam's decays have one dimension, of length 1, instead of none."""
+    """Adam's decays have one dimension, of length 1, instead of none; RLOO counts its optimizer steps."""
     for optimizer in _optimizers(checkpoint.get("algorithm")):
         state = optimizer["state"]
         state.update({name: state[name].reshape(1) for name in ("mean_decay", "square_decay") if name in state})
+    algorithm = checkpoint.get("algorithm")
+    if isinstance(algorithm, dict) and "guard" in algorithm:
+        algorithm.setdefault("num_steps", 0)
     return checkpoint
 
 

@@ -18,7 +18,7 @@ class TaskConfig:
     """What is trained on."""
 
     id: str = "lift"
-    """A task that ships with the package (see ``apexrl list``), or a Gymnasium id."""
+    """A task that ships with the package or of another simulator (see ``apexrl list``), or a Gymnasium id."""
     num_envs: int = 64
     """Environments stepped together."""
     num_workers: int = 0

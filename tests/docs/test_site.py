@@ -110,6 +110,11 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     assert not missing, f"add '::: apexrl.NAME' to docs/api.md for {missing}"
 
 
+def test_the_reference_keeps_equations_as_they_are_written(site: Path) -> None:
+    text = re.sub(r"<[^>]+>", "", (site / "api_modules.html").read_text(encoding="utf-8"))
+    assert "V(s'_t) − V(s_t)\nA_t = δ_t + γ λ (1 − done_t) A_{t+1}\n" in text.replace("&#39;", "'")
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: make install-chromium")
 def test_a_page_opened_from_the_disk_can_be_searched(site: Path) -> None:
     with sync_playwright() as playwright:

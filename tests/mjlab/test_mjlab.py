@@ -63,7 +63,7 @@ def test_running_episodes_do_not_notice_that_others_are_reset() -> None:
     assert isinstance(ending, RslVecEnv)
     ending.reset(seed=0)
     alone.reset(seed=0)
-    ending.simulator.env.episode_length_buf[0] = 4  # the first episode meets its limit four steps earlier
+    ending.simulator.wrapped.episode_length_buf[0] = 4  # the first episode meets its limit four steps earlier
     for t in range(6):
         steps = [env.step(torch.full((2, 1), 0.5)) for env in (ending, alone)]
         assert steps[0].truncated.tolist() == [[t == 3], [False]]

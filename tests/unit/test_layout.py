@@ -31,3 +31,12 @@ def test_the_help_does_not_wait_for_pytorch() -> None:
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.splitlines()[-1] == "False"
+
+
+def test_training_needs_none_of_the_extras() -> None:
+    import subprocess
+    import sys
+
+    extras = ("mujoco", "pygame", "gymnasium_robotics", "metaworld", "h5py", "wandb", "ray", "onnx", "plotly", "optuna")
+    code = f"import sys\nsys.modules.update(dict.fromkeys({extras}))\nimport apexrl.run"
+    subprocess.run([sys.executable, "-c", code], check=True)

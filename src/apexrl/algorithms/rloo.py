@@ -373,7 +373,7 @@ class RLOO(BaseAlgorithm):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
         self.optimizer.load_state_dict(state["optimizer"])
-        self._num_steps = state.get("num_steps", self.cfg.warmup_steps)
+        self._num_steps = state["num_steps"]
         if self.reference is not None and state["reference"]:
             self.reference.load_state_dict(state["reference"])
         if self.guard is not None and state["guard"]:

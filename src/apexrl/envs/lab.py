@@ -39,7 +39,7 @@ class LabSimulator:
     """
 
     def __init__(self, env: Any) -> None:
-        self.env = env
+        self.wrapped = env
         inner = env.unwrapped
         self.num_envs, self.device = int(inner.num_envs), torch.device(inner.device)
         self.max_episode_length = inner.max_episode_length
@@ -56,20 +56,20 @@ class LabSimulator:
     def reset(self, seed: int | None = None) -> tuple[TensorDict, Mapping[str, Any]]:
         """Start a new episode everywhere."""
         with _quiet():  # it prints the seed
-            obs, extras = self.env.reset(seed=seed)
+            obs, extras = self.wrapped.reset(seed=seed)
         self._obs = self._groups(obs)
         return self._obs, extras
 
     def step(self, actions: Tensor) -> tuple[TensorDict, Tensor, Tensor, dict[str, Any]]:
         """Apply one action to each environment; those that end are reset."""
-        raw, reward, terminated, truncated, extras = self.env.step(actions)
+        raw, reward, terminated, truncated, extras = self.wrapped.step(actions)
         obs, done = self._groups(raw), terminated | truncated
         outcome: dict[str, Any] = {}
         if self._endless:
             outcome["time_outs"] = truncated & ~terminated
         if self.gives_final_obs and done.any():
             outcome["final_observation"] = obs = obs.clone()
-            fresh, extras = self.env.unwrapped.reset(env_ids=done.nonzero().flatten())
+            fresh, extras = self.wrapped.unwrapped.reset(env_ids=done.nonzero().flatten())
             # The rows of running episodes may have got new noise.
             obs = self._groups(fresh).where(done, obs)
         self._obs = obs
@@ -77,12 +77,12 @@ class LabSimulator:
 
     def render(self) -> NDArray[Any] | None:
         """Draw the first environment, where the simulator can."""
-        picture: NDArray[Any] | None = None if self.env.render_mode is None else self.env.render()
+        picture: NDArray[Any] | None = None if self.wrapped.render_mode is None else self.wrapped.render()
         return picture
 
     def close(self) -> None:
         """Close the environment."""
-        self.env.close()
+        self.wrapped.close()
 
     def _groups(self, obs: Mapping[str, Any]) -> TensorDict:
         return TensorDict(dict(obs), batch_size=[self.num_envs], device=self.device)
