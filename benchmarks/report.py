@@ -1,11 +1,14 @@
-"""What every benchmark writes beside its numbers: machine, versions, commit."""
+"""What every benchmark writes beside its numbers: machine, versions, commit, command, date."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,17 @@ def environment() -> dict[str, Any]:
         },
         "versions": {name: _version(name) for name in packages},
         "commit": _commit(),
+        **_command(),
+        "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def _command() -> dict[str, str]:
+    """Return how to run it again; nothing for a program that lies elsewhere."""
+    script = Path(sys.argv[0])
+    if script.resolve().parent != Path(__file__).resolve().parent:
+        return {}
+    return {"command": shlex.join(["python", f"benchmarks/{script.name}", *sys.argv[1:]])}
 
 
 def write(name: str, content: dict[str, Any]) -> Path:

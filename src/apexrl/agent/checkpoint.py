@@ -222,6 +222,17 @@ def copied(value: Any) -> Any:
     return value
 
 
+def num_bytes(value: Any) -> int:
+    """Count the memory of the tensors in plain values."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return 0
+    return sum(map(num_bytes, value))
+
+
 @contextmanager
 def restoring(part: str, path: Path) -> Iterator[None]:
     """Name the part and the file when something in the block fails, unless an environment itself says why."""

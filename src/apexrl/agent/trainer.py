@@ -38,9 +38,9 @@ from apexrl.types import OBSERVATION, REWARD, VALID, VALUE, Observation
 NO_GRAPHS = Acceleration(graphs=False)
 EVAL_SEED_OFFSET = 1_000_003
 """Evaluation episodes are drawn from seeds that training does not use."""
-SLOW_ITERATION, SNAPSHOT_SHARE = 0.5, 0.05
+SLOW_ITERATION, SNAPSHOT_SHARE, MAX_SNAPSHOT_BYTES = 0.5, 0.05, 2**30
 """An iteration of more seconds than this may have to be given up; what it begins with is then kept, if that takes no
-more than this share of it."""
+more than this share of it, and no more memory than this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -493,7 +493,11 @@ class Trainer:
             return
         begin = time.monotonic()
         with self.collector.quiet():
-            self._snapshot = checkpoint.copied(self._content())
+            content = self._content()
+            if checkpoint.num_bytes(content) > MAX_SNAPSHOT_BYTES:
+                self._snapshot_seconds = math.inf
+                return
+            self._snapshot = checkpoint.copied(content)
         self._snapshot_seconds = time.monotonic() - begin
 
     def _save_snapshot(self) -> None:

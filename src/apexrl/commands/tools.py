@@ -57,7 +57,8 @@ def _bench(options: argparse.Namespace, _: Overrides) -> int:
     import subprocess
 
     directory = Path(__file__).parents[3] / "benchmarks"
-    names = sorted(path.stem for path in directory.glob("*.py") if path.stem not in ("report", "compare_learning"))
+    helpers = ("report", "compare_learning", "page")
+    names = sorted(path.stem for path in directory.glob("*.py") if path.stem not in helpers)
     if not names:
         raise ConfigError("Benchmarks come with the source tree, not with the installed package: clone the repository.")
     if options.name not in names:
