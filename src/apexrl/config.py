@@ -192,7 +192,7 @@ def _largest_part(node: Any) -> str:
     while isinstance(node, yaml.MappingNode) and len(names) < 2:
         key, node = max(node.value, key=lambda entry: _num_values(entry[1], {}))
         names.append(str(key.value))
-    return ".".join(names) or "it"
+    return ".".join(names) if len(names) == 2 else f"Section '{names[0]}'" if names else "it"
 
 
 _TIME = ("tag:yaml.org,2002:str", re.compile(r"[-+]?[0-9][0-9_]*(:[0-9]+)+(\.[0-9_]*)?$"))

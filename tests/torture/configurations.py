@@ -178,9 +178,11 @@ def _problem_of_refusal(example: Example, outcome: Outcome, run_dir: Path) -> st
         return f"{example}: something was written"
     if problem := outcome.refusal(names=f"{example}: "):
         return problem
-    # A section that is unknown, or holds no fields, stands for its fields.
+    # A section that is unknown, or holds no fields, stands for its fields; of a broken one others may be missed.
     fields = [".".join(name.split(".")[:2]) for name in example.values]
-    names = [*example.values, *fields, *(f"ection '{name.partition('.')[0]}'" for name in fields)]
+    sections = [name.partition(".")[0] for name in fields]
+    names = [*example.values, *fields, *(f"ection '{section}'" for section in sections)]
+    names += [f"{section}." for section in sections if example.broken]
     named = any(name in outcome.said for name in names)
     return "" if named else f"{example}: the message names no field of it: {outcome.said[:600]}"
 
