@@ -42,7 +42,7 @@ class Comparison:
 
     num_pairs: int
     num_left_out: int
-    """Episodes that A or B lost."""
+    """Episodes that A or B lost, or whose return is no number for one of them."""
     fields: dict[str, Difference]
     """``return`` and ``episode_len``; ``success_once`` and ``success_at_end`` of tasks that report success."""
     per_task: dict[str, Difference] = field(default_factory=dict)
@@ -97,24 +97,26 @@ def compare(a: EvaluationResult, b: EvaluationResult) -> Comparison:
         if "episode_id" not in result.episodes:
             raise ConfigError(f"{name} does not say which episodes it ran; evaluate it with evaluate_starts.")
     ids_a, ids_b = a.episodes["episode_id"], b.episodes["episode_id"]
-    both, rows_a, rows_b = np.intersect1d(ids_a, ids_b, assume_unique=True, return_indices=True)
-    if not len(both):
-        raise ConfigError("A and B have no episode in common: there is nothing to compare.")
+    _, rows_a, rows_b = np.intersect1d(ids_a, ids_b, return_indices=True)
+    numbers = np.isfinite(np.stack((a.episodes["return"][rows_a], b.episodes["return"][rows_b]))).all(0)
+    rows_a, rows_b = rows_a[numbers], rows_b[numbers]
+    if not len(rows_a):
+        raise ConfigError("A and B have no episode in common with a return that is a number: nothing can be compared.")
     columns = {
         name: (values[rows_a], b.episodes[name][rows_b]) for name, values in a.episodes.items() if name in b.episodes
     }
     fields = {name: _mean_difference(*columns[name]) for name in ("return", "episode_len")}
     for name in ("success_once", "success_at_end"):
-        known = ~np.isnan(np.stack(columns[name])).any(0) if name in columns else np.zeros(len(both), bool)
+        known = ~np.isnan(np.stack(columns[name])).any(0) if name in columns else np.zeros(len(rows_a), bool)
         if known.any():
             fields[name] = _rate_difference(*(values[known] for values in columns[name]))
     per_task = {}
     for index, task in enumerate(a.task_names if "success_once" in fields else ()):
-        rows = columns["task_id"][0] == index
+        rows = (columns["task_id"][0] == index) & ~np.isnan(np.stack(columns["success_once"])).any(0)
         if rows.any():
             per_task[task] = _rate_difference(*(values[rows] for values in columns["success_once"]))
     num_asked = a.num_episodes + a.num_lost
-    return Comparison(len(both), num_asked - len(both), fields, per_task)
+    return Comparison(len(rows_a), num_asked - len(rows_a), fields, per_task)
 
 
 def _mean_difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> Difference:

@@ -243,11 +243,20 @@ def _join(parts: Sequence[dict[str, NDArray[np.float64]]]) -> dict[str, NDArray[
 def _without_lost(
     episodes: dict[str, NDArray[np.float64]], rows: StepRows | None, task_names: Sequence[str]
 ) -> EvaluationResult:
-    """Leave out the episodes whose worker died, and say how many they are."""
+    """Leave out the episodes whose worker died, and say how many they are.
+
+    Raises:
+        EnvError: when none is left, or a return is not finite.
+    """
     lost = episodes.get("lost", np.zeros_like(episodes["return"])) > 0
     if lost.all():
         raise EnvError("The evaluation lost every episode: the workers died. Use fewer environments.")
     kept = {name: values[~lost] for name, values in episodes.items()}
+    if num_bad := int((~np.isfinite(kept["return"])).sum()):
+        raise EnvError(
+            f"The return of {num_bad} of {len(kept['return'])} evaluated episodes is not finite: the environment or "
+            "the policy produced it. 'apexrl check-env' looks at the environment."
+        )
     return EvaluationResult(kept, rows, task_names, int(lost.sum()))
 
 

@@ -76,8 +76,8 @@ def run_jobs(
                 processes.start(job)
             if not processes.running:
                 return stop()
-            if stop() is not None:
-                processes.ask_to_stop()
+            if (number := stop()) is not None:
+                processes.ask_to_stop(at_once=number == signal.SIGTERM)
             for report in processes.reports(timeout=0.5):
                 goes_on = on_report(report)
                 if report.kind == "evaluation":
@@ -135,14 +135,17 @@ class _Processes:
                 with suppress(OSError):
                     connection.send(goes_on)
 
-    def ask_to_stop(self) -> None:
-        """Ask every process, once, to save and leave."""
+    def ask_to_stop(self, *, at_once: bool) -> None:
+        """Ask every process, once, to save and leave: at the end of its iteration, or at once."""
         if self._was_asked:
             return
         self._was_asked = True
-        for connection in self.running:
+        for connection, (_, process) in self.running.items():
             with suppress(OSError):
-                connection.send(False)
+                if at_once:
+                    process.terminate()  # SIGTERM: the trainer leaves a slow iteration
+                else:
+                    connection.send(False)
 
 
 @contextmanager

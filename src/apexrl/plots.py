@@ -41,7 +41,8 @@ def plot_runs(run_dirs: Sequence[Path], path: Path) -> Path:
         axis.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
         if panel[0] == "success rate":
             axis.set_ylim(-0.03, 1.03)
-    axes[0][0].legend(fontsize=7)
+    if axes[0][0].get_legend_handles_labels()[0]:
+        axes[0][0].legend(fontsize=7)
     return _save(figure, path)
 
 

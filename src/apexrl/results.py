@@ -41,6 +41,8 @@ class Results:
     """What was evaluated."""
     task: str
     manifest_hash: str
+    checkpoint: dict[str, Any]
+    """``path`` and ``sha256``."""
     result: EvaluationResult
 
 
@@ -122,7 +124,7 @@ def results_record(
         "task": manifest.task,
         "options": dict(manifest.options),
         "manifest_hash": manifest.hash,
-        "checkpoint": {"path": str(trained.checkpoint), "sha256": file_hash(trained.checkpoint)},
+        "checkpoint": hashed(trained.checkpoint),
         "command": command,
         "run": {**how, "threads": torch.get_num_threads()},
         **provenance(),
@@ -162,11 +164,13 @@ def read_results(path: Path) -> Results:
             "'apexrl eval RUN_DIR --manifest FILE --output FILE' writes one."
         )
     try:
+        if [row["episode"] for row in rows] != list(range(len(rows))):
+            raise ValueError("the episodes are not numbered from 0")
         kept = [row for row in rows if not row.get("lost")]
         columns = {
             name: [row[shown] for row in kept]
             for name, shown in _ROW_FIELDS.items()
-            if all(shown in row for row in kept)
+            if name in ("return", "episode_len") or all(shown in row for row in kept)
         }
         columns |= {"episode_id": [row["episode"] for row in kept], TRUNCATED: [row["truncated"] for row in kept]}
         names = list(dict.fromkeys(row["task"] for row in kept if "task" in row))
@@ -178,7 +182,8 @@ def read_results(path: Path) -> Results:
     if not kept:
         raise ConfigError(f"{path} has no episode that was not lost.")
     result = EvaluationResult(episodes, task_names=names, num_lost=len(rows) - len(kept))
-    return Results(str(checkpoint.get("path", path)), str(raw.get("task")), raw["manifest_hash"], result)
+    name = str(checkpoint.get("path", path))
+    return Results(name, str(raw.get("task")), raw["manifest_hash"], checkpoint, result)
 
 
 def provenance() -> dict[str, Any]:
@@ -190,6 +195,11 @@ def provenance() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {"versions": versions, "commit": _commit(), "platform": platform.platform()}
+
+
+def hashed(path: Path) -> dict[str, Any]:
+    """Return what names a checkpoint: its path, and the hash of its content."""
+    return {"path": str(path), "sha256": file_hash(path)}
 
 
 def file_hash(path: Path) -> str:

@@ -90,17 +90,22 @@ def read_sweep(path: Path) -> SweepFile:
                 f"There is no sweep file at {path}; give a YAML file, or one that ships: {', '.join(shipped)}."
             )
         path = shipped[str(path)]
-    return sweep_from(parse_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path)), str(path))
+    raw = parse_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    if "base" in raw:
+        raise ConfigError(f"{path}: Unknown field 'base'; give preset, such as cartpole_ppo, or config, a YAML file.")
+    return sweep_from(raw, str(path))
 
 
 def sweep_from(raw: Mapping[str, Any], where: str) -> SweepFile:
     """Make a sweep from plain values: those of a file, or those that a sweep's directory keeps."""
     if "base" in raw:  # as a sweep's directory keeps it
-        if raw.get("version", VERSION) > VERSION:
+        version = raw.get("version", VERSION)
+        if not isinstance(version, int) or version > VERSION:
             raise ConfigError(
-                f"{where}: version is {raw['version']}; this apexrl reads sweeps up to {VERSION}. Update apexrl."
+                f"{where}: version is {version!r}; this apexrl reads sweeps up to {VERSION}. Update apexrl."
             )
-        base, given = raw["base"], {name: value for name, value in raw.items() if name not in ("base", "version")}
+        kept = {name: value for name, value in raw.items() if name not in ("base", "version")}
+        base, given = raw["base"], {**DEFAULTS, **kept}
     else:
         given = {**DEFAULTS, **raw}
         base = _base(given, where).to_dict()

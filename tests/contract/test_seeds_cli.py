@@ -148,6 +148,37 @@ def test_resume_goes_on_with_what_is_missing_and_with_new_seeds(
     assert f"Every seed in {directory} is done." in capsys.readouterr().out
 
 
+def test_a_seed_follows_the_configuration_that_all_of_them_have_now(finished: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "prolonged"
+    shutil.copytree(finished, directory)
+    stored = seeds.read(directory)
+    stored.config["training"]["total_timesteps"] = 640  # as after --resume with this, stopped before seed 1
+    stored.runs[1].state = "waiting"
+    stored.write()
+    assert main(["train", "--resume", str(directory)]) == 0
+    assert [read_json_lines(directory / f"seed-{seed}" / "metrics.jsonl")[-1]["total_steps"] for seed in (0, 1)] == [
+        320,
+        640,
+    ]
+
+
+def test_sigterm_leaves_a_slow_iteration(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    directory = tmp_path / "slow"
+    slow = words(algo__num_steps=2_000_000, training__total_timesteps=8_000_000)
+    process = start("train", "lift_ppo", "--seeds", "1", "--run-dir", str(directory), *slow)
+    wait_for(lambda: (directory / "seed-0" / "config.yaml").is_file())
+    time.sleep(2.0)  # it is in its first rollout, which would take minutes
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    wait_for(lambda: is_free(directory / "seed-0"), seconds=10)
+
+
+def test_eval_of_several_runs_asks_for_one(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(finished)]) == 2
+    assert f"holds several runs; name one of them, such as {finished / 'seed-0'}" in capsys.readouterr().err
+
+
 def test_a_seed_that_fails_is_reported_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "some"
     (directory / "seed-5").mkdir(parents=True)

@@ -109,7 +109,7 @@ def _fill(path: Path, size: int) -> None:
 
 def _refused_file(outcome: Outcome) -> str:
     path = (outcome.said.partition(" cannot be")[0].split() or [""])[-1]
-    return "checkpoint" if path.endswith(".pt") else Path(path).name
+    return "a checkpoint" if path.endswith(".pt") else "TensorBoard" if Path(path).is_dir() else Path(path).name
 
 
 def _remove(run_dir: Path) -> None:

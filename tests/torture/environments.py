@@ -23,6 +23,7 @@ CASES: dict[str, tuple[dict[str, str], str, str]] = {
     "hangs in a worker": (WORKERS | BACKGROUND, "hang", "hangs: no step or reset has ended"),
     "returns NaN as an observation": ({}, "nan observation", "observation"),
     "returns NaN as a reward": ({}, "nan reward", "'reward'"),
+    "returns NaN in an evaluation": ({"training.eval_interval": "2"}, "nan reward", "evaluated episodes is not finite"),
 }
 """Name -> options, fault, and what the message must hold."""
 
@@ -32,8 +33,9 @@ def failing_environments(
 ) -> None:
     """Let the environments of a run fail in every way; then resume without the fault."""
     for name, (options, fault, part) in ((name, CASES[name]) for name in names):
-        line = report.line(f"an environment that {name}")
-        changed = replace(run, name=name.replace(" ", "-"), values={**run.values, **options}, seconds=0.0)
+        line = report.line(f"an environment that {name}, {run.values.get('algo.name', 'ppo')}")
+        values = {**run.values, **options}
+        changed = replace(run, name=f"{run.name}-{name.replace(' ', '-')}", values=values, seconds=0.0)
         changed.complete(work)
         for number in range(repeats):
             run_dir = work / f"{changed.name}-{number}"
@@ -56,6 +58,13 @@ def _problem(run_dir: Path, outcome: Outcome, part: str) -> str:
         return f"{run_dir.name}: {named[1]} is named, the newest is {newest}"
     checkpoint.load(newest)
     return ""
+
+
+def failing_for_sac(report: Report, work: Path, sac: TinyRun, repeats: int) -> None:
+    """Let what an environment returns be wrong where it goes into a replay buffer."""
+    values = {**sac.values, "task.id": faults.NAME, "algo.name": "sac", "training.eval_interval": "0"}
+    run = replace(sac, name="gym_sac", values=values, seconds=0.0)
+    failing_environments(report, work, run, repeats, [name for name in CASES if "NaN" in name])
 
 
 def failing_simulators(report: Report, work: Path, run: TinyRun) -> None:

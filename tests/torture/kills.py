@@ -128,14 +128,15 @@ def preemptions(report: Report, work: Path, runs: list[TinyRun], count: int, dra
     for run in runs:
         line = report.line(f"SIGTERM at a random moment, {run.name}")
         run.complete(work)
-        slowest, number = 0.0, 0
+        slowest, number, stopped = 0.0, 0, 0
         while line.tried < count:
             number += 1
             run_dir = work / f"{run.name}-stopped-{number}"
             while line.tried < count and not is_complete(run_dir, run):
-                slowest = max(slowest, _preempt(line, run, run_dir, draw.uniform(0.0, 1.0) * run.seconds))
+                seconds, code = _preempt(line, run, run_dir, draw.uniform(0.0, 1.0) * run.seconds)
+                slowest, stopped = max(slowest, seconds), stopped + (code == 143)
             _compare(line, run, run_dir)
-        line.note = f"left within {slowest:.1f} s"
+        line.note = f"left within {slowest:.1f} s; {stopped} times while it learned"
 
 
 def slow_preemptions(
@@ -149,24 +150,24 @@ def slow_preemptions(
     run_dir = work / f"{run.name}-stopped"
     slowest = 0.0
     for _ in range(times):
-        slowest = max(slowest, _preempt(line, run, run_dir, after, slow))
+        slowest = max(slowest, _preempt(line, run, run_dir, after, slow)[0])
     _compare(line, run, run_dir)
     line.note = f"left within {slowest:.1f} s"
 
 
-def _preempt(line: Line, run: TinyRun, run_dir: Path, after: float, *slow: Preparation) -> float:
-    """Send SIGTERM once; returns the seconds until the process had ended."""
+def _preempt(line: Line, run: TinyRun, run_dir: Path, after: float, *slow: Preparation) -> tuple[float, int]:
+    """Send SIGTERM once; returns the seconds until the process had ended, and its exit code."""
     process = run.launch(run_dir, *slow)
     process.join(after)
     if process.exitcode is not None:
-        return 0.0
+        return 0.0, 0
     finished = len(read_json_lines(run_dir / "metrics.jsonl"))
     begin = time.monotonic()
     os.kill(process.pid or 0, signal.SIGTERM)
     outcome = end(process, output_of(run_dir))
     seconds = time.monotonic() - begin
     line.add(_problem_of_preemption(run_dir, outcome, seconds, finished))
-    return seconds
+    return seconds, outcome.code
 
 
 def _problem_of_preemption(run_dir: Path, outcome: Outcome, seconds: float, finished: int) -> str:

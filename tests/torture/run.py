@@ -25,15 +25,15 @@ ALGORITHMS = ("ppo", "sac", "ppo_roa", "rloo")
 
 def _kills(report: Report, work: Path, runs: dict[str, TinyRun], draw: random.Random) -> None:
     for run in runs.values():
-        kills.random_kills(report, work, run, 14, draw)
+        kills.random_kills(report, work, run, 20, draw)
     for name in ALGORITHMS:
-        kills.kills_in_writes(report, work, runs[name], "iteration_", 6, draw)
-    kills.kills_in_writes(report, work, runs["rloo"], "rollout_stats", 8, draw)
+        kills.kills_in_writes(report, work, runs[name], "iteration_", 8, draw)
+    kills.kills_in_writes(report, work, runs["rloo"], "rollout_stats", 12, draw)
     kills.kills_in_writes(report, work, runs["ppo"], "config.yaml", 3, draw)
 
 
 def _preemptions(report: Report, work: Path, runs: dict[str, TinyRun], draw: random.Random) -> None:
-    kills.preemptions(report, work, list(runs.values()), 5, draw)
+    kills.preemptions(report, work, list(runs.values()), 12, draw)
     for name, where, slow in (
         ("gym", "rollout", (faults.inflict, ("slow 0.2",))),
         ("rloo", "rollout", (faults.inflict, ("slow 0.004",))),
@@ -43,22 +43,22 @@ def _preemptions(report: Report, work: Path, runs: dict[str, TinyRun], draw: ran
         ("ppo", "evaluation", (kills.slow_evaluations, (1.0,))),
         ("rloo", "evaluation", (kills.slow_evaluations, (1.0,))),
     ):
-        kills.slow_preemptions(report, work, runs[name], where, slow, 2)
+        kills.slow_preemptions(report, work, runs[name], where, slow, 3)
 
 
 def _rivals(report: Report, work: Path, runs: dict[str, TinyRun], draw: random.Random) -> None:
-    kills.rivals(report, work, runs["ppo"], 6, draw)
-    kills.rivals(report, work, runs["rloo"], 4, draw)
-    kills.simultaneous_starts(report, work, runs["ppo"], 3)
+    kills.rivals(report, work, runs["ppo"], 10, draw)
+    kills.rivals(report, work, runs["rloo"], 6, draw)
+    kills.simultaneous_starts(report, work, runs["ppo"], 5)
 
 
 def _disks(report: Report, work: Path, runs: dict[str, TinyRun], draw: random.Random) -> None:
-    for name, full in (("ppo", 12), ("rloo", 12)):
+    for name, full in (("ppo", 20), ("rloo", 20)):
         disks.disks(report, work / f"{name}-disks", runs[name], full, 3, draw.randrange(2**31))
 
 
 def _damage(report: Report, work: Path, runs: dict[str, TinyRun], draw: random.Random) -> None:
-    for name, count in (("ppo", 5), ("rloo", 3)):
+    for name, count in (("ppo", 8), ("rloo", 4)):
         damage.damaged_checkpoints(report, work, runs[name], count, draw)
         damage.damaged_reads(report, work, runs[name], 1000, draw)
         damage.nothing_left(report, work, runs[name], draw)
@@ -71,12 +71,13 @@ def _code(report: Report, work: Path, runs: dict[str, TinyRun], draw: random.Ran
 
 
 def _environments(report: Report, work: Path, runs: dict[str, TinyRun], draw: random.Random) -> None:
-    environments.failing_environments(report, work, runs["gym"], 1)
+    environments.failing_environments(report, work, runs["gym"], 3)
+    environments.failing_for_sac(report, work, runs["sac"], 3)
     environments.failing_simulators(report, work, runs["rloo"])
 
 
 def _configurations(report: Report, work: Path, runs: dict[str, TinyRun], draw: random.Random) -> None:
-    configurations.configurations(report, work / "configurations", 1000, 40, draw.randrange(2**31))
+    configurations.configurations(report, work / "configurations", 1000, 60, draw.randrange(2**31))
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -97,7 +98,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments, places and configurations")
     parser.add_argument("--only", nargs="+", choices=list(SCENARIOS), help="scenarios to run; writes no record")
     options = parser.parse_args()
-    console, begin = Console(), time.monotonic()
+    console, begin = Console(width=None if sys.stdout.isatty() else 118), time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="apexrl-torture-"))
     console.print(f"Seed {options.seed}. Runs are in {work}.")
 

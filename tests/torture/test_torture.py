@@ -86,5 +86,5 @@ def test_failing_environments(runs: dict[str, TinyRun], work: Path, report: Repo
 
 
 def test_generated_configurations(work: Path, report: Report) -> None:
-    configurations.configurations(report, work / "configurations", 60, 4, 0)
+    configurations.configurations(report, work / "configurations", 120, 4, 1)
     check(report)

@@ -101,3 +101,14 @@ def test_nothing_in_common() -> None:
         compare(result([1.0], ids=[0]), result([1.0], ids=[1]))
     with pytest.raises(ConfigError, match="B does not say which episodes"):
         compare(result([1.0]), EvaluationResult({"return": np.ones(1)}))
+
+
+def test_an_episode_without_a_number_is_left_out_and_decides_nothing() -> None:
+    a = result([1.0] * 12, success_once=[1] * 12, task_id=[0] * 12, task_names=["push"])
+    b = result([float("nan"), *[1.0] * 11], success_once=[np.nan, *[1] * 11], task_id=[0] * 12, task_names=["push"])
+    comparison = compare(a, b)
+    assert (comparison.num_pairs, comparison.num_left_out, comparison.real) == (11, 1, [])
+    assert comparison.fields["return"].b == 1.0
+    assert comparison.per_task["push"].b == 1.0
+    with pytest.raises(ConfigError, match="nothing can be compared"):
+        compare(result([1.0]), result([float("nan")]))

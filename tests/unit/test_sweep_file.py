@@ -114,3 +114,10 @@ def test_every_problem_of_the_space_is_named_at_once() -> None:
 def test_a_file_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no sweep file at nowhere\.yaml; .* ships: cartpole"):
         read_sweep(Path("nowhere.yaml"))
+
+
+def test_what_only_a_directory_keeps_is_unknown_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("base: cartpole_ppo\nspace: {algo.learning_rate: {low: 1.0e-4, high: 1.0e-2}}\n")
+    with pytest.raises(ConfigError, match="Unknown field 'base'; give preset"):
+        read_sweep(file)

@@ -186,6 +186,8 @@ def latest(directory: Path) -> Path:
     """Return the newest numbered checkpoint of a directory."""
     paths = numbered(directory)
     if not paths:
+        if several := sorted(directory.glob("*/checkpoints")):
+            raise CheckpointError(f"{directory} holds several runs; name one of them, such as {several[0].parent}.")
         raise CheckpointError(f"There is no checkpoint in {directory}; the run stopped before its first one.")
     return paths[-1]
 

@@ -107,6 +107,7 @@ def _compare(options: argparse.Namespace, _: Overrides) -> int:
             "version": 1,
             "a": a.name,
             "b": b.name,
+            "checkpoints": {"a": a.checkpoint, "b": b.checkpoint},
             "task": a.task,
             "manifest_hash": a.manifest_hash,
             **comparison.to_dict(),
@@ -154,11 +155,11 @@ def _evaluated(options: argparse.Namespace) -> tuple[Results, Results]:
 
 
 def _new_results(trained: TrainedPolicy, manifest: Manifest | None, options: argparse.Namespace, label: str) -> Results:
-    from apexrl.results import Results
+    from apexrl.results import Results, hashed
 
     assert manifest is not None
     result = run_manifest(trained, manifest, options.num_envs, options.device, label)
-    return Results(str(trained.checkpoint), manifest.task, manifest.hash, result)
+    return Results(str(trained.checkpoint), manifest.task, manifest.hash, hashed(trained.checkpoint), result)
 
 
 def _show(comparison: Comparison) -> None:
@@ -169,7 +170,7 @@ def _show(comparison: Comparison) -> None:
     for task, entry in comparison.per_task.items():
         _show_line(f"  {task}", entry)
     if comparison.num_left_out:
-        print(f"{comparison.num_left_out} episodes were left out: A or B lost them when workers died.")
+        print(f"{comparison.num_left_out} episodes were left out: A or B lost them, or got no number.")
     print(comparison.verdict())
 
 

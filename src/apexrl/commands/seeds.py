@@ -45,7 +45,7 @@ def resume_seeds(directory: Path, text: str | None, overrides: Overrides, num_jo
             entry.state, entry.error = "waiting", ""
     waiting = [entry.seed for entry in stored.with_state("waiting")]
     print(f"Going on in {directory}: seeds {_listed(waiting)}" if waiting else f"Every seed in {directory} is done.")
-    return _train_all(stored, num_jobs, overrides)
+    return _train_all(stored, num_jobs)
 
 
 def _require_evaluation(config: Config) -> None:
@@ -59,7 +59,7 @@ def _require_evaluation(config: Config) -> None:
         raise ConfigError("--seeds starts processes itself; start it without torchrun.")
 
 
-def _train_all(stored: SeedRuns, num_jobs: int, overrides: Overrides | None = None) -> int:
+def _train_all(stored: SeedRuns, num_jobs: int) -> int:
     from apexrl.files import DirectoryLock
     from apexrl.jobs import Job, run_jobs
 
@@ -75,7 +75,8 @@ def _train_all(stored: SeedRuns, num_jobs: int, overrides: Overrides | None = No
             if entry is None:
                 return None
             training = {**stored.config["training"], "seed": entry.seed}
-            job = Job({**stored.config, "training": training}, stored.run_dir(entry), tuple(overrides or ()))
+            config = {**stored.config, "training": training}
+            job = Job(config, stored.run_dir(entry), _changes(config, stored.run_dir(entry)))
             jobs[job.run_dir] = entry
             return job
 
@@ -99,6 +100,23 @@ def _train_all(stored: SeedRuns, num_jobs: int, overrides: Overrides | None = No
         print(f"\nStopped; not finished: seeds {left}. Go on with: apexrl train --resume {stored.directory}")
         return 128 + stopped
     return _show(stored)
+
+
+def _changes(config: Mapping[str, Any], run_dir: Path) -> tuple[tuple[str, str], ...]:
+    """Return what a seed that was begun must change to follow the configuration that all seeds have now."""
+    from apexrl.run import resumed_config
+    from apexrl.sweep_file import as_text
+
+    if not (run_dir / "config.yaml").is_file():
+        return ()
+    own = resumed_config(run_dir).to_dict()
+    return tuple(
+        (f"{section}.{name}", as_text(value))
+        for section, fields in config.items()
+        if isinstance(fields, Mapping)
+        for name, value in fields.items()
+        if own.get(section, {}).get(name) != value
+    )
 
 
 def _show(stored: SeedRuns) -> int:

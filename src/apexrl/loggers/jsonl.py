@@ -43,10 +43,10 @@ def _is_finite(value: Any) -> bool:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read a JSON-lines file; a line that a kill cut off in the middle is left out."""
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             records.append(record)

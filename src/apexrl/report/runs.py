@@ -158,7 +158,7 @@ def read_run(path: Path) -> Run:
     records = read_json_lines(path / "evaluations.jsonl")
     evaluations = [_evaluation(record) for record in records if isinstance(record.get("step"), int)]
     results = _read_results(path)
-    videos = sorted(file for file in path.glob("*.mp4") if not file.name.endswith(".part.mp4"))
+    videos = sorted(file for file in path.glob("*.mp4") if file.is_file() and not file.name.endswith(".part.mp4"))
     if not lines:
         notes.append("no training has been logged yet.")
     if not evaluations:
@@ -318,4 +318,7 @@ def _recorded(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
