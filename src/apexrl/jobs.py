@@ -21,7 +21,7 @@ from apexrl import run
 from apexrl.config import make_config
 from apexrl.errors import ApexRLError, RunDirError
 from apexrl.files import DirectoryLock
-from apexrl.loggers import Logger
+from apexrl.loggers import Logger, read_json_lines
 from apexrl.sections import SuiteConfig
 from apexrl.suite_run import write_final_results
 
@@ -230,6 +230,8 @@ def _train(job: Job, logger: _PipeLogger) -> dict[str, Any]:
     if (job.run_dir / "config.yaml").is_file():
         _await_old_owner(job.run_dir)
         trainer = run.resume(job.run_dir, job.overrides, [logger])
+        for line in read_json_lines(job.run_dir / "metrics.jsonl")[-1:]:  # nothing may be left to train
+            logger.seen.update(line)
     else:
         trainer = run.start(make_config(job.config), job.run_dir, [logger])
     try:
