@@ -122,5 +122,5 @@ def test_a_page_opened_from_the_disk_can_be_searched(site: Path) -> None:
         tab = browser.new_page()
         tab.goto((site / "index.html").as_uri())
         tab.fill("input[name=query]", "REDQ")
-        tab.wait_for_selector(".md-search-result__item a[href*='sac.html']", state="attached", timeout=20_000)
+        tab.wait_for_selector(".md-search-result__item a[href*='sac.html']", state="attached", timeout=120_000)
         browser.close()
