@@ -6,16 +6,19 @@ The mathematics is the same in every mode, because it is the same function.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+CPU_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"cpp_wrapper": True, "cpp.use_decompose_tanh": True}
+"""For small networks, calls from Python take longer than the kernels, and exact tanh as long as the matrix products."""
+_compiling = threading.Lock()
 WARM_UP_CALLS = 3
 """Calls that run eagerly before a capture: libraries set themselves up in them, and their results count."""
 
@@ -122,26 +125,55 @@ class Captured:
             generator.graphsafe_set_state(generator.clone_state())
 
 
-def compiled(function: Callable[..., Any], *, enabled: bool, device: torch.device) -> Callable[..., Any]:
-    """Compile a function for a device, or return it as it is.
+class Compiled:
+    """A function that is compiled at its first call, or runs as it is.
 
-    Compiled code draws the same random numbers as eager code, and its shapes are fixed. On a CPU the kernels are called
-    from C++ rather than from Python, which for small networks takes longer than the kernels themselves.
+    Compiled code draws the same random numbers as eager code. What ``torch.compile`` checks before every call takes as
+    long as a small network on a CPU, so nothing is checked after the first: arguments of other shapes need another
+    ``key``, and whatever is not a tensor stays as it was at the first call, until ``forget``.
+
+    Args:
+        function: what to run; a graph break costs speed, nothing else.
+        enabled: False always runs it as it is.
+        device: where it computes.
     """
-    if not enabled:
-        return function
-    import torch._inductor.config
 
-    torch._inductor.config.fallback_random = True
-    return torch.compile(function, dynamic=False, options={"cpp_wrapper": True} if device.type == "cpu" else None)
+    def __init__(self, function: Callable[..., Any], *, enabled: bool, device: torch.device) -> None:
+        self.function, self.enabled = function, enabled
+        self.options = CPU_OPTIONS if device.type == "cpu" else None
+        self._ready: dict[Hashable, Callable[..., Any]] = {}
 
+    def __call__(self, *arguments: Any, key: Hashable = None) -> Any:
+        """Run the function, compiled for this key if it was not before."""
+        if not self.enabled:
+            return self.function(*arguments)
+        if key not in self._ready:
+            with _compiling:
+                self._ready[key] = self._compile(arguments)
+        return self._ready[key](*arguments)
 
-def without_guards(ready: bool) -> AbstractContextManager[Any]:
-    """Skip the checks before each call of a compiled function, once it has been compiled for everything that comes.
+    def forget(self) -> None:
+        """Compile anew at the next call."""
+        self._ready.clear()
 
-    For small networks on a CPU the checks cost as much as a layer. Only for callers whose shapes do not change.
-    """
-    return torch.compiler.set_stance(skip_guard_eval_unsafe=True) if ready else nullcontext()
+    def _compile(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        import torch._dynamo.config
+        import torch._inductor.config
+
+        torch._inductor.config.fallback_random = True
+        function = self.function
+
+        def call(*arguments: Any) -> Any:  # ahead of time, functions are compiled and methods are not
+            return function(*arguments)
+
+        whole: Any = torch.compile(call, dynamic=False, fullgraph=True, options=self.options)
+        try:
+            with torch._dynamo.config.patch(specialize_float=True):
+                ready = whole.aot_compile((arguments, {}))
+        except Exception:  # a graph break, or something that it cannot write down: then as usual, with the checks
+            return torch.compile(self.function, dynamic=False, options=self.options)
+        ready.disable_guard_check()
+        return ready  # type: ignore[no-any-return]
 
 
 class Stopwatch:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from apexrl import PPO, ActorCritic, PPOConfig, RecurrentActorCritic, SyncCollector, make_env
-from apexrl.graphs import Acceleration, Captured, Stopwatch
+from apexrl.graphs import Acceleration, Captured, Compiled, Stopwatch
 
 
 def weights_after(acceleration: Acceleration, task: str, iterations: int, recurrent: bool = False) -> Tensor:
@@ -28,6 +28,41 @@ def test_compiled_and_eager_agree_over_five_iterations() -> None:
     torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-4)
     start = weights_after(Acceleration(), "lift", 0)
     assert (eager - start).abs().max() > 1e-3, "the weights moved by more than the tolerance"
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+def test_compiled_functions_see_new_weights_shapes_and_attributes() -> None:
+    class Scaled:
+        def __init__(self) -> None:
+            self.weight, self.factor = torch.ones(3), 1.0
+
+        def run(self, groups: dict[str, Tensor], add_one: bool) -> dict[str, Tensor]:
+            return {name: self.factor * value * self.weight + add_one for name, value in groups.items()}
+
+    scaled = Scaled()
+    compiled = Compiled(scaled.run, enabled=True, device=torch.device("cpu"))
+    two = {"a": torch.full((2, 3), 2.0)}
+    assert compiled(two, False)["a"].tolist() == [[2.0] * 3] * 2
+    scaled.weight.mul_(5.0)
+    assert compiled(two, False)["a"].tolist() == [[10.0] * 3] * 2
+    scaled.weight = torch.full((3,), 7.0)
+    assert compiled(two, False)["a"].tolist() == [[14.0] * 3] * 2, "another tensor in its place"
+    assert compiled(two, True, key=True)["a"].tolist() == [[15.0] * 3] * 2
+    assert compiled({"a": torch.ones(1, 3)}, False, key="one row")["a"].tolist() == [[7.0] * 3]
+    scaled.factor = 3.0
+    compiled.forget()
+    assert compiled(two, False)["a"].tolist() == [[42.0] * 3] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+def test_a_function_that_cannot_be_compiled_whole_still_runs() -> None:
+    def halves(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x / 2
+
+    compiled = Compiled(halves, enabled=True, device=torch.device("cpu"))
+    assert compiled(torch.full((4,), 2.0)).tolist() == [1.0] * 4
+    assert compiled(torch.full((4,), 6.0)).tolist() == [3.0] * 4
 
 
 def test_bf16_stays_near_full_precision() -> None:

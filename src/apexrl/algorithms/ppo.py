@@ -16,7 +16,7 @@ from apexrl.buffers import bounds
 from apexrl.envs import as_vec_env
 from apexrl.errors import ConfigError
 from apexrl.functional import approx_kl, clipped_surrogate, explained_variance, gae, normalize, value_loss
-from apexrl.graphs import Acceleration, Captured, compiled, without_guards
+from apexrl.graphs import Acceleration, Captured, Compiled
 from apexrl.models import MLPActor, MLPCritic, RewardScaler
 from apexrl.optim import FlatAdam
 from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic
@@ -190,13 +190,12 @@ class PPO(BaseAlgorithm):
             learner.named_parameters(), cfg.learning_rate, cfg.adam_eps, cfg.max_grad_norm, apart=apart
         )
         self._evaluator = _Evaluator(learner, self.acceleration)
-        self._run_step = compiled(self._step, enabled=self.acceleration.compile, device=device)
+        self._run_step = Compiled(self._step, enabled=self.acceleration.compile, device=device)
         self._captured_epoch = self._captured("The update", self._epoch)
         self._captured_advantage = self._captured("The advantage", self._compute_advantage)
         self._progress = Progress(METRICS, device)
         self._batch = TensorDict({}, batch_size=[0, 0])
         self._data: dict[str, Any] = {}
-        self._compiled_for_batch = False
 
     def _captured(self, name: str, function: Callable[..., Any]) -> Captured:
         return Captured(name, function, enabled=self.acceleration.graphs and self.policy.device.type == "cuda")
@@ -257,7 +256,7 @@ class PPO(BaseAlgorithm):
 
     def _forget_batch(self) -> None:
         """Drop what was captured or compiled for the memory and the shape of the batch before."""
-        self._compiled_for_batch = False
+        self._run_step.forget()
         self._captured_epoch.forget()
         self._captured_advantage.forget()
 
@@ -318,11 +317,9 @@ class PPO(BaseAlgorithm):
         """Go once over the batch in a given order: shuffle all of it at once, then cut it into minibatches."""
         leading = (slice(None),) if self.policy.sequential else ()
         shuffled = {name: value[(*leading, order)] for name, value in self._data.items()}
-        with without_guards(self._compiled_for_batch):
-            for start, end in bounds(len(order), self.cfg.num_minibatches):
-                place = (*leading, slice(start, end))
-                self._run_step({name: value[place] for name, value in shuffled.items()})
-        self._compiled_for_batch = self.acceleration.compile
+        for start, end in bounds(len(order), self.cfg.num_minibatches):
+            place = (*leading, slice(start, end))
+            self._run_step({name: value[place] for name, value in shuffled.items()}, key=end - start)
 
     def _step(self, minibatch: Mapping[str, Any]) -> None:
         """Take one optimizer step, unless the update was stopped before or this step is not finite."""

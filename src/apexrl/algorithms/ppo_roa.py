@@ -17,7 +17,7 @@ from apexrl.algorithms.base import Progress
 from apexrl.algorithms.ppo import PPO, PPOConfig
 from apexrl.buffers import bounds
 from apexrl.errors import ConfigError
-from apexrl.graphs import Acceleration, compiled, without_guards
+from apexrl.graphs import Acceleration, Compiled
 from apexrl.optim import FlatAdam, flatten
 from apexrl.policies import Policy, ROAPolicy
 from apexrl.types import OBS_KEY, OBSERVATION
@@ -126,9 +126,8 @@ class PPOROA(PPO):
         self.student_optimizer = (
             FlatAdam(policy.actor_adapt.named_parameters(), rate, eps, clip) if self._imitates else None
         )
-        self._run_adapt_step = compiled(self._adapt_step, enabled=self.acceleration.compile, device=policy.device)
+        self._run_adapt_step = Compiled(self._adapt_step, enabled=self.acceleration.compile, device=policy.device)
         self._captured_adapt_epoch = self._captured("The adaptation", self._adapt_epoch)
-        self._compiled_adapt = False
         self._adapt_progress = Progress(METRICS, policy.device)
         self._penalty_weight = torch.zeros((), device=policy.device)
 
@@ -188,15 +187,13 @@ class PPOROA(PPO):
 
     def _forget_batch(self) -> None:
         super()._forget_batch()
-        self._compiled_adapt = False
+        self._run_adapt_step.forget()
         self._captured_adapt_epoch.forget()
 
     def _adapt_epoch(self, order: Tensor) -> None:
         obs = self._data[OBSERVATION][order]
-        with without_guards(self._compiled_adapt):
-            for start, end in bounds(len(order), self.roa_cfg.adapt_minibatches):
-                self._run_adapt_step(dict(obs[start:end].items()))
-        self._compiled_adapt = self.acceleration.compile
+        for start, end in bounds(len(order), self.roa_cfg.adapt_minibatches):
+            self._run_adapt_step(dict(obs[start:end].items()), key=end - start)
 
     def _adapt_step(self, groups: Mapping[str, Tensor]) -> None:
         """Regress the adaptation module to the encoder, and the student to the teacher."""

@@ -18,7 +18,7 @@ from apexrl.buffers import ReplayBuffer
 from apexrl.envs import as_vec_env
 from apexrl.errors import ConfigError
 from apexrl.functional import soft_target, temperature_gradient
-from apexrl.graphs import Acceleration, Captured, compiled, without_guards
+from apexrl.graphs import Acceleration, Captured, Compiled
 from apexrl.models import MLPActor, QEnsemble
 from apexrl.models.encoder import leaves
 from apexrl.optim import FlatAdam, flatten
@@ -197,8 +197,7 @@ class SAC(BaseAlgorithm):
             with_actor: Captured("The update", lambda wanted=with_actor: self._draw_and_step(wanted), enabled=graphs)
             for with_actor in (True, False)
         }
-        self._run_step = compiled(self._step, enabled=self.acceleration.compile, device=here)
-        self._compiled_for: set[bool] = set()
+        self._run_step = Compiled(self._step, enabled=self.acceleration.compile, device=here)
         self._progress = Progress(CRITIC_METRICS, here)
         self._actor_progress = Progress(ACTOR_METRICS, here)
         self._due = 0.0
@@ -266,10 +265,7 @@ class SAC(BaseAlgorithm):
         index = batch.pop("index")
         if not self._learns_where_it_draws:
             batch = {name: value.to(self.policy.device, non_blocking=True) for name, value in batch.items()}
-        with without_guards(with_actor in self._compiled_for):
-            td_error = self._run_step(batch, with_actor)
-        if self.acceleration.compile:
-            self._compiled_for.add(with_actor)
+        td_error = self._run_step(batch, with_actor, key=with_actor)
         if self.cfg.priority_exponent > 0:
             here = self.replay.device
             self.replay.set_priorities(index, td_error.to(here), batch["weight"].to(here))

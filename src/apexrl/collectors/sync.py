@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from apexrl.collectors.base import BaseCollector
 from apexrl.envs.base import VecEnv
-from apexrl.graphs import Acceleration, Captured, compiled, without_guards
+from apexrl.graphs import Acceleration, Captured, Compiled
 from apexrl.metrics import EpisodeMetrics, fold_episodes
 from apexrl.policies.base import Policy
 from apexrl.rollout import initial_state, make_actor, rollout
@@ -48,7 +48,6 @@ class SyncCollector(BaseCollector):
         self.episode_metrics = EpisodeMetrics()
         self.acceleration = acceleration or Acceleration()
         self._captured: dict[int, Captured] = {}
-        self._compiled = False
         env.accelerate(self.acceleration)
         self.actor: Actor = self._make_actor()
         self._use(None)
@@ -90,9 +89,7 @@ class SyncCollector(BaseCollector):
         keep = self.keep
         if keep is not None and self.wants_value:
             keep = keep | {NEXT_OBSERVATION}
-        with without_guards(self._compiled):
-            batch, after = rollout(self.env, self.actor, self.carry, n_steps, keep=keep)
-        self._compiled = self.acceleration.compile
+        batch, after = rollout(self.env, self.actor, self.carry, n_steps, keep=keep)
         for name, value in after.items():
             self.carry[name].copy_(value)
         return batch
@@ -114,7 +111,7 @@ class SyncCollector(BaseCollector):
 
     def _make_actor(self) -> Actor:
         actor = make_actor(self.policy, self.env.device)
-        return compiled(actor, enabled=self.acceleration.compile, device=self.policy.device)
+        return Compiled(actor, enabled=self.acceleration.compile, device=self.policy.device)
 
     def start(self) -> None:
         """Start new episodes everywhere."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from apexrl.envs.base import VecEnv
 from apexrl.envs.tasks.drawing import Canvas
 from apexrl.errors import ConfigError, EnvError, EnvStateError
-from apexrl.graphs import Acceleration, compiled
+from apexrl.graphs import Acceleration, Compiled
 from apexrl.metrics import MetricSpec
 from apexrl.types import EnvStep, Observation
 
@@ -143,7 +143,7 @@ class TensorTask(VecEnv):
 
     def accelerate(self, acceleration: Acceleration) -> None:
         """Compile the transition, when asked for."""
-        self._transition = compiled(self._eager_transition, enabled=acceleration.compile, device=self.device)
+        self._transition = Compiled(self._eager_transition, enabled=acceleration.compile, device=self.device)
 
     def spawn(self, num_envs: int) -> Self:
         """Make an independent task with the same options."""
