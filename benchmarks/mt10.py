@@ -71,10 +71,10 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
     started, place = time.perf_counter(), Path(directory) / f"{head}-{demos}"
     for part in ("bc", "rloo"):
         (place / part).mkdir(parents=True)
-    base = settings(head, options["workers"], options["seed"], options["overrides"])
+    more = {"task.demos": f"{directory}/demos-{demos}", **options["overrides"]}
+    base = settings(head, options["workers"], options["seed"], more)
     name = f"{demos:2} demos, {head:10}"
-    words = [*base, ("task.demos", f"{directory}/demos-{demos}"), *options["bc"]]
-    bc = make_trainer(load_config(f"{options['presets']}_bc", words), place / "bc")
+    bc = make_trainer(load_config(f"{options['presets']}_bc", [*base, *options["bc"]]), place / "bc")
     bc.learn()
     start = held_out(bc, options)
     weights = bc.save_checkpoint(str(place / "bc.pt"))

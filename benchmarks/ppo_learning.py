@@ -17,6 +17,7 @@ import torch
 from apexrl import PPO, PPOConfig, Trainer, make_env
 from apexrl.agent import TrainingConfig
 from apexrl.config import load_config
+from apexrl.graphs import Acceleration
 from apexrl.run import make_policy
 
 TASK = "HalfCheetah-v5"
@@ -28,7 +29,8 @@ def ours(seed: int, steps: int, episodes: int) -> tuple[float, float]:
     torch.manual_seed(seed)
     env = make_env(TASK, 1)
     policy = make_policy(config.policy, env, torch.device("cpu"))
-    trainer = Trainer(env, policy, PPO(policy=policy, cfg=config.algo), TrainingConfig(seed=seed, eval_num_envs=5))
+    algorithm = PPO(policy=policy, cfg=config.algo, acceleration=Acceleration(compile=True))
+    trainer = Trainer(env, policy, algorithm, TrainingConfig(seed=seed, eval_num_envs=5))
     trainer.learn(steps)
     result = float(trainer.evaluate(episodes)), float(trainer.evaluate(episodes, deterministic=False))
     trainer.close()

@@ -162,7 +162,7 @@ def plain_ppo(job: Job, actor_class: type[nn.Module]) -> Policy:
     assert isinstance(config.algo, PPOROAConfig)
     shared = {name: getattr(config.algo, name) for name in (entry.name for entry in fields(PPOConfig))}
     shared.pop("name")
-    algorithm = PPO(policy=policy, cfg=PPOConfig(**shared), acceleration=Acceleration())
+    algorithm = PPO(policy=policy, cfg=PPOConfig(**shared), acceleration=Acceleration(compile=job.device == "cpu"))
     train(env, policy, algorithm, config.training.total_timesteps, job.seed)
     return policy
 
@@ -175,7 +175,7 @@ def teacher_and_student(job: Job) -> tuple[ROAPolicy, ROAPolicy]:
     policy = make_policy(config.policy, env, torch.device(job.device), config.algo)
     assert isinstance(policy, ROAPolicy)
     assert isinstance(config.algo, PPOROAConfig)
-    algorithm = PPOROA(policy, config.algo, acceleration=Acceleration())
+    algorithm = PPOROA(policy, config.algo, acceleration=Acceleration(compile=job.device == "cpu"))
     before: list[ROAPolicy] = []
 
     def at_the_boundary(trainer: Trainer, _: Any) -> None:

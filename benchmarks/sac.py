@@ -6,7 +6,7 @@
 Both: one update a step (four steps, then four updates), batches of 256, networks 256-256. ``speed`` is on Pendulum-v1
 with one CPU thread; or, where there is a GPU, on the tensor task ``pendulum`` there, alone and with 1,024 environments,
 eight updates after four steps of each: how many updates a second, as plain operations and as CUDA graphs.
-``learning`` is on HalfCheetah-v5 with the preset ``halfcheetah_sac``.
+``learning`` is on HalfCheetah-v5 with the preset ``halfcheetah_sac``, both on a GPU where there is one.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from apexrl.graphs import Acceleration
 from apexrl.run import make_policy
 
 TASK = "HalfCheetah-v5"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def ours(seed: int, steps: int, episodes: int) -> tuple[float, float]:
     config = load_config("halfcheetah_sac")
     torch.manual_seed(seed)
     env = make_env(TASK, 1)
-    policy: Any = make_policy(config.policy, env, torch.device("cpu"), config.algo)
+    policy: Any = make_policy(config.policy, env, DEVICE, config.algo)
     assert isinstance(config.algo, SACConfig)
-    algorithm = SAC(policy=policy, cfg=config.algo, acceleration=Acceleration(compile=True))
+    algorithm = SAC(policy=policy, cfg=config.algo, acceleration=Acceleration(compile=DEVICE.type == "cpu"))
     trainer = Trainer(env, policy, algorithm, TrainingConfig(seed=seed, eval_num_envs=5))
     trainer.learn(steps)
     result = float(trainer.evaluate(episodes)), float(trainer.evaluate(episodes, deterministic=False))
@@ -51,7 +52,7 @@ def sb3(seed: int, steps: int, episodes: int) -> tuple[float, float]:
     env = make_vec_env(TASK, 1, seed=seed)
     model = stable_baselines3.SAC(
         "MlpPolicy", env, learning_rate=3e-4, learning_starts=10_000, train_freq=4, gradient_steps=4, seed=seed,
-        device="cpu",
+        device=DEVICE,
     )  # fmt: skip
     model.learn(steps)
     return compare_learning.sb3_returns(model, env, seed, episodes)

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from apexrl import files
 from apexrl.agent import checkpoint
 from apexrl.agent.trainer import TrainingConfig
-from apexrl.algorithms import BC, BaseAlgorithm, BCConfig, RLOOConfig
+from apexrl.algorithms import BC, RLOO, BaseAlgorithm, BCConfig, RLOOConfig
 from apexrl.collectors import BaseCollector, DemoCollector, InitStateDataset, RolloutGenerator, SuiteRunner
 from apexrl.collectors.init_states import read_statistics
 from apexrl.demos import load_demos
@@ -72,6 +73,9 @@ def make_suite_collector(
         return _demo_collector(task, algorithm, cfg, env, starts_new=starts_new)
     if not isinstance(cfg, RLOOConfig):
         raise ConfigError(f"task.benchmark_name needs algo.name rloo or bc, got '{cfg.name}'.")
+    if cfg.imitation_coef:
+        assert isinstance(algorithm, RLOO)
+        algorithm.remember(_read_demos(task, env, "algo.imitation_coef"))
     path = Path(cfg.rollout_stats_path) if cfg.rollout_stats_path else run_dir / ROLLOUT_STATS
     generator = RolloutGenerator(
         SuiteRunner(env, algorithm.policy),
@@ -129,18 +133,22 @@ def explore_with(policy: Policy, init_std: float) -> None:
 def _demo_collector(
     task: SuiteConfig, algorithm: BC, cfg: BCConfig, env: SuiteVecEnv, *, starts_new: bool
 ) -> DemoCollector:
-    if not task.demos:
-        raise ConfigError(
-            "algo.name bc needs task.demos, a directory of demonstrations; 'apexrl demos "
-            f"{task.benchmark_name} --per-task 10 --output DIR' records some."
-        )
-    try:
-        samples = load_demos(task.demos, env.suite, task.chunk)
-    except ConfigError as error:
-        raise ConfigError(f"task.demos: {error}") from error
+    samples = _read_demos(task, env, "algo.name bc")
     if starts_new:  # else the networks already expect what they were trained with
         algorithm.set_statistics(samples)
     return DemoCollector(samples.to(algorithm.policy.device), cfg.batch_size)
+
+
+def _read_demos(task: SuiteConfig, env: SuiteVecEnv, reader: str) -> TensorDict:
+    if not task.demos:
+        raise ConfigError(
+            f"{reader} needs task.demos, a directory of demonstrations; 'apexrl demos "
+            f"{task.benchmark_name} --per-task 10 --output DIR' records some."
+        )
+    try:
+        return load_demos(task.demos, env.suite, task.chunk)
+    except ConfigError as error:
+        raise ConfigError(f"task.demos: {error}") from error
 
 
 class SuiteResults(Logger):

@@ -89,6 +89,15 @@ class BCConfig:
 METRICS = ("loss", "grad_norm")
 
 
+def imitation_loss(policy: Policy, batch: Mapping[str, Any]) -> Tensor:
+    """Return the mean of the policy's own loss of demonstrated chunks, or else of minus their log-probability."""
+    own: Callable[[Mapping[str, Any]], Tensor] | None = getattr(policy, "imitation_loss", None)
+    if own is not None:
+        return own(batch).float().mean()
+    log_prob, _ = policy.evaluate_actions(batch[OBSERVATION], batch[ACTION])
+    return -log_prob.float().mean()
+
+
 class BC(BaseAlgorithm):
     """Supervised learning on samples ``[B]`` of ``observation`` and ``action`` (and perhaps ``valid_steps``).
 
@@ -226,14 +235,10 @@ class BC(BaseAlgorithm):
             samples = self._with_noise(samples)
         batch: dict[str, Any] = dict(samples.items())
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=self.acceleration.precision == "bf16"):
-            own_loss: Callable[[Mapping[str, Any]], Tensor] | None = getattr(policy, "imitation_loss", None)
-            if own_loss is not None:
-                return own_loss(batch).float().mean()
-            action = batch[ACTION]
-            if cfg.loss == "mse" or (cfg.loss == "auto" and not cfg.learn_std and action.is_floating_point()):
+            by_error = cfg.loss == "mse" or (cfg.loss == "auto" and not cfg.learn_std)
+            if by_error and batch[ACTION].is_floating_point() and not hasattr(policy, "imitation_loss"):
                 return self._squared_error(batch).float().mean()
-            log_prob, _ = policy.evaluate_actions(batch[OBSERVATION], action)
-        return -log_prob.float().mean()
+            return imitation_loss(policy, batch)
 
     def _squared_error(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the squared error of the mode, ``[B, chunk * A]``."""

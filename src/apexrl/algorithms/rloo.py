@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from apexrl import distributed
 from apexrl.algorithms.base import BaseAlgorithm, Progress, check_types
+from apexrl.algorithms.bc import imitation_loss
+from apexrl.algorithms.collapse import CollapseGuard
 from apexrl.buffers import bounds
 from apexrl.errors import ConfigError
 from apexrl.functional import approx_kl
@@ -81,6 +83,11 @@ class RLOOConfig:
     """Weight of the entropy bonus."""
     kl_coef: float = 0.0
     """Weight of the KL divergence from the policy that training started with; 0 keeps no copy of it."""
+    imitation_coef: float = 0.0
+    """Weight of the imitation loss on the demonstrations (task.demos), so that what they taught is not forgotten while
+    other tasks are learned; 0 reads none."""
+    imitation_batch_size: int = 256
+    """Demonstrated chunks of one optimizer step, drawn with replacement."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
     adam_eps: float = 1e-8
@@ -107,7 +114,9 @@ class RLOOConfig:
 
         check_types(self, "algo")
         require("rloo_batch_size", self.rloo_batch_size >= 2, "must be at least 2: an episode is compared with others")
-        for name in ("num_groups", "num_epochs", "num_minibatches", "max_attempts", "oversample"):
+        for name in (
+            "num_groups", "num_epochs", "num_minibatches", "max_attempts", "oversample", "imitation_batch_size"
+        ):  # fmt: skip
             require(name, getattr(self, name) >= 1, "must be at least 1")
         for name in ("minibatch_size", "micro_batch_size"):
             value = getattr(self, name)
@@ -118,7 +127,7 @@ class RLOOConfig:
         for name in ("clip_high", "target_kl"):
             value = getattr(self, name)
             require(name, value is None or value > 0, "must be positive or null")
-        for name in ("entropy_coef", "kl_coef", "rollout_skip_threshold", "warmup_steps"):
+        for name in ("entropy_coef", "kl_coef", "imitation_coef", "rollout_skip_threshold", "warmup_steps"):
             require(name, getattr(self, name) >= 0, "must not be negative")
         ratio = self.collapse_ratio
         require("collapse_ratio", ratio is None or 0 < ratio < 1, "must lie in (0, 1) or be null")
@@ -133,7 +142,9 @@ class RLOOConfig:
             raise ConfigError("policy.kind 'gru' cannot be trained by algo.name 'rloo'; use vla or mlp.")
 
 
-METRICS = ("loss", "policy_loss", "entropy_loss", "approx_kl", "clip_frac", "start_kl", "grad_norm")
+METRICS = (
+    "loss", "policy_loss", "entropy_loss", "approx_kl", "clip_frac", "start_kl", "imitation_loss", "grad_norm"
+)  # fmt: skip
 
 
 class _Evaluator(nn.Module):
@@ -191,6 +202,7 @@ class RLOO(BaseAlgorithm):
             self._evaluate = torch.compile(self._evaluate, dynamic=True)
         self.extra_keys: tuple[str, ...] = getattr(policy, "extra_keys", ())
         """What the policy returned when it acted and needs back to evaluate that; the batch must hold it."""
+        self._demonstrations: TensorDict | None = None
         self._flow: PI0_CFG_Adapter | None = None
         if cfg.loss == "weighted_flow":
             if not isinstance(policy, VLAPolicy) or policy.flow is None:
@@ -199,9 +211,16 @@ class RLOO(BaseAlgorithm):
         self._progress = Progress(METRICS, policy.device)
         self._rate, self._num_steps = cfg.learning_rate, 0
 
+    def remember(self, demonstrations: TensorDict) -> None:
+        """Hold on to demonstrations ``[M]``, as ``load_demos`` returns them, by ``imitation_coef``."""
+        samples: TensorDict = demonstrations.select(OBSERVATION, ACTION, VALID_STEPS, strict=False)
+        self._demonstrations = samples.to(self.policy.device)
+
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Learn from one batch ``[T, E]``."""
         self.check_batch(rollout)
+        if self.cfg.imitation_coef and self._demonstrations is None:
+            raise ConfigError("algo.imitation_coef needs demonstrations: set task.demos, or call remember.")
         if missing := set(self.extra_keys) - set(rollout.keys()):
             raise KeyError(f"RLOO.update needs {sorted(missing)}, which the policy returned; collect with keep=None.")
         progress = self._progress
@@ -319,12 +338,25 @@ class RLOO(BaseAlgorithm):
         metrics, gradient = [], torch.zeros_like(self.optimizer.flat)
         if not len(rows):  # this process has fewer samples than others have minibatches
             return torch.zeros(len(METRICS) - 1, device=gradient.device), gradient
+        imitation = torch.zeros(1, device=gradient.device)
+        if self.cfg.imitation_coef:
+            loss = self._imitation_loss()
+            gradient += self.optimizer.gradient_of(self.cfg.imitation_coef * loss)
+            imitation += loss.detach()
         for part in rows.split(self.cfg.micro_batch_size or len(rows)):
             share = len(part) / len(rows)
             loss, found = self._loss(dict(samples[part].to(self.policy.device).items()))
             gradient += self.optimizer.gradient_of(share * loss)
             metrics.append(share * found)
-        return torch.stack(metrics).sum(0), gradient
+        return torch.cat((torch.stack(metrics).sum(0), imitation)), gradient
+
+    def _imitation_loss(self) -> Tensor:
+        """Return the loss of some demonstrated chunks."""
+        assert self._demonstrations is not None
+        here, count = self.policy.device, self._demonstrations.shape[0]
+        batch = self._demonstrations[torch.randint(count, (self.cfg.imitation_batch_size,), device=here)]
+        with torch.autocast(here.type, torch.bfloat16, enabled=self.acceleration.precision == "bf16"):
+            return imitation_loss(self.policy, dict(batch.items()))
 
     def _loss(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the mean loss of a micro-batch, and what is logged of it in the order of ``METRICS``."""
@@ -378,63 +410,3 @@ class RLOO(BaseAlgorithm):
             self.reference.load_state_dict(state["reference"])
         if self.guard is not None and state["guard"]:
             self.guard.load_state_dict(state["guard"])
-
-
-class CollapseGuard:
-    """Keeps the weights that did best, and puts them back when sampled success collapses.
-
-    A policy that never succeeds has only uniform groups, so no gradient leads out again. The best is judged by a
-    running mean of success, because one batch may be lucky. A policy that was put back and fails again is taken at its
-    word: training goes on from there with its success as the new best, so that it cannot be put back forever.
-
-    Args:
-        ratio: share of the best success below which a batch counts as collapsed.
-        optimizer: holds the weights.
-    """
-
-    smoothing = 0.5
-    """Weight of the newest batch in the running mean."""
-
-    def __init__(self, ratio: float, optimizer: FlatAdam) -> None:
-        self.ratio, self.optimizer = ratio, optimizer
-        self.best = self.running = 0.0
-        self.weights = optimizer.flat.detach().clone()
-        self.was_put_back = False
-
-    def check(self, success: float) -> bool:
-        """Look at the success of a batch that the current weights sampled; returns whether others were put back."""
-        if success < self.ratio * self.best:
-            if not self.was_put_back:
-                self._put_back()
-                return True
-            self.best = self.running = success
-            self._keep()
-        self.running += self.smoothing * (success - self.running) if self.best else success - self.running
-        if self.running >= self.best:
-            self.best = self.running
-            self._keep()
-        self.was_put_back = False
-        return False
-
-    @torch.no_grad()
-    def _keep(self) -> None:
-        self.weights.copy_(self.optimizer.flat)
-
-    @torch.no_grad()
-    def _put_back(self) -> None:
-        self.optimizer.flat.copy_(self.weights)
-        # The moments point to where it collapsed.
-        for name, value in self.optimizer.state.items():
-            value.fill_(1.0 if name.endswith("decay") else 0.0)
-        self.running, self.was_put_back = self.best, True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the best weights and the numbers."""
-        numbers = {"best": self.best, "running": self.running, "was_put_back": self.was_put_back}
-        return {"weights": self.weights.clone(), **numbers}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``."""
-        self.weights.copy_(state["weights"])
-        self.best, self.running = state["best"], state["running"]
-        self.was_put_back = state["was_put_back"]

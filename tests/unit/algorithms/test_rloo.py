@@ -393,6 +393,35 @@ def test_in_bf16_the_ratio_begins_at_one_and_the_step_is_nearly_the_same() -> No
     assert 0.99 < cosine.item() < 1.0
 
 
+def test_imitation_holds_on_to_demonstrations() -> None:
+    state = torch.rand(64, 2) * 2 - 1
+    shown = TensorDict(
+        {
+            "observation": TensorDict({"state": state}, batch_size=[64]),
+            "action": torch.full((64, CHUNK), 0.7),
+            "reward": torch.zeros(64, 1),
+        },
+        batch_size=[64],
+    )
+
+    def likelihood(algorithm: RLOO) -> float:
+        log_prob, _ = algorithm.policy.evaluate_actions(shown["observation"], shown["action"])
+        return float(log_prob.mean())
+
+    found = {}
+    for coef in (0.0, 0.5):
+        algorithm, batch = setup(imitation_coef=coef, imitation_batch_size=16)
+        before = likelihood(algorithm)
+        if coef:
+            with pytest.raises(ConfigError, match=r"algo.imitation_coef needs demonstrations: set task.demos"):
+                algorithm.update(batch)
+            algorithm.remember(shown)
+        metrics = [algorithm.update(batch) for _ in range(5)]
+        found[coef] = likelihood(algorithm) - before
+        assert (metrics[0]["imitation_loss"] != 0) == bool(coef)
+    assert found[0.5] > 0.5 > found[0.0]
+
+
 def test_compiled_equals_eager() -> None:
     eager = updated(num_epochs=2)
     algorithm, batch = setup(num_epochs=2)
