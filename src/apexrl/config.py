@@ -27,6 +27,9 @@ SUITE_ALGORITHMS = ("rloo", "bc")
 MAX_VALUES = 10_000
 """In a configuration, with its anchors filled in: a few lines of YAML can stand for more than any memory holds."""
 
+MAX_BITS = 1024
+"""Of a whole number; no field takes a larger one, and Python does not write one of any size."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -140,6 +143,8 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     """Parse YAML without tags that could run code."""
     try:
         raw = yaml.load(text, _Loader)
+    except _TagError as error:
+        raise ConfigError(f"{where}, {error}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not plain YAML: {' '.join(str(error).split())}") from error
     if raw is None:
@@ -149,8 +154,31 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     return raw
 
 
+class _TagError(yaml.YAMLError):
+    """A value with a tag, such as ``!!python/name:os.system``."""
+
+
 class _Loader(yaml.SafeLoader):
     """Plain YAML, in which a key stands once and 10:30 is text instead of 630."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Read a value, unless it has a tag."""
+        event = self.peek_event()
+        tag = getattr(event, "tag", None)
+        if tag not in (None, "!"):
+            name = tag.replace("tag:yaml.org,2002:", "!!")
+            raise _TagError(
+                f"line {event.start_mark.line + 1}: the tag '{name}' is refused. Use plain values only: text, numbers, "
+                "true and false, lists, mappings."
+            )
+        return super().compose_node(parent, index)
+
+    def construct_number(self, node: Any) -> int:
+        """Make a whole number that can be written again."""
+        number: int = self.construct_yaml_int(node)
+        if number.bit_length() > MAX_BITS:
+            raise ConfigError(f"the number in line {node.start_mark.line + 1} has too many digits.")
+        return number
 
     def get_single_node(self) -> Any:
         """Return the document, unless it is too large to be a configuration."""
@@ -196,6 +224,7 @@ def _largest_part(node: Any) -> str:
 
 
 _TIME = ("tag:yaml.org,2002:str", re.compile(r"[-+]?[0-9][0-9_]*(:[0-9]+)+(\.[0-9_]*)?$"))
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
 _Loader.yaml_implicit_resolvers = {
     first: [_TIME, *resolvers] for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }

@@ -96,6 +96,14 @@ def assert_same_run(resumed: Path, whole: Path) -> None:
 # What the commands produce
 
 
+def test_rloo_holds_on_to_the_demonstrations_that_imitation_used(bc: Path, tmp_path: Path) -> None:
+    values = {**RLOO, "training.init_from": str(bc), "training.num_train_steps": "1"}
+    anchor = {"algo.imitation_coef": "0.1", "task.demos": str(bc.parent / "demos")}
+    assert train("stage11_ript_vla", tmp_path / "rloo", {**values, **anchor}) == 0
+    (line,) = read_json_lines(tmp_path / "rloo" / "metrics.jsonl")
+    assert line["train/imitation_loss"] != 0
+
+
 def test_demos_records_files_in_the_layout_of_libero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["demos", f"metaworld:{TASKS[0]}", "--per-task", "2", "--num-workers", "1"]
     assert main([*arguments, "--output", str(tmp_path / "demos")]) == 0
@@ -282,6 +290,8 @@ OF_SUITE = "task: {benchmark_name: mt10}\nalgo: {name: ppo}\n"
         (["train", "OF_TASK"], ["algo.name 'rloo'", "task.benchmark_name", "'lift'"]),
         (["train", "OF_SUITE"], ["algo.name 'ppo'", "task.id", "'mt10'"]),
         (["train", "mt10_bc", "--task.num_workers", "0"], ["algo.name bc", "task.demos", "apexrl demos"]),
+        ([*RUN, "--algo.imitation_coef", "0.1"], ["algo.imitation_coef needs task.demos", "apexrl demos"]),
+        ([*RUN, "--algo.imitation_coef", "-1"], ["algo.imitation_coef must not be negative", "got -1"]),
         ([*IMITATE, "--task.demos", "nowhere"], ["task.demos", "nowhere", "record"]),
         ([*IMITATE, "--task.demos", "BAD"], ["task.demos", f"{TASKS[0]}_demo.hdf5", "HDF5"]),
         ([*IMITATE, "--task.demos", "DEMOS", "--task.privileged", "false"], ["task.demos", "state", ", 4]", ", 39]"]),

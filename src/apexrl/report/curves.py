@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apexrl.intervals import wilson_interval
-from apexrl.report.runs import Estimate, Group, Run, last
+from apexrl.report.records import LARGEST, Estimate
+from apexrl.report.runs import Group, Run, last
 
 Array = NDArray[np.float64]
 Points = tuple[Array, Array]
@@ -155,12 +156,12 @@ def time_spent(run: Run) -> Time | None:
     if share is None or np.isnan(share).all():
         return None
     steps, rate = (run.columns.get(name, np.full_like(share, np.nan)) for name in ("total_steps", "time/fps"))
-    known = ~np.isnan(share) & ~np.isnan(steps) & (rate > 0)
+    known = ~np.isnan(share) & ~np.isnan(steps) & (rate > 1 / LARGEST)
     if not known.any():
         return Time(None, None, float(np.nanmean(share)))
     done = np.diff(steps[known], prepend=0.0)
     seconds = done / rate[known]
     total = float(seconds.sum())
-    if total <= 0:
+    if not 0 < total < LARGEST:
         return Time(None, None, float(np.nanmean(share)))
     return Time(total, float(done.sum() / total), float((seconds * share[known]).sum() / total))

@@ -16,7 +16,8 @@ from apexrl.errors import ConfigError
 from apexrl.files import replace_text
 from apexrl.report import figures
 from apexrl.report.curves import Time, common_axis, final_estimate, time_spent
-from apexrl.report.runs import Evaluation, Group, PinnedResult, Run, find_runs, group_runs, read_run
+from apexrl.report.records import Evaluation
+from apexrl.report.runs import Group, PinnedResult, Run, find_runs, group_runs, read_run
 from apexrl.results import provenance
 
 MAX_VIDEO_BYTES = 20 * 2**20
@@ -61,7 +62,8 @@ def write_report(run_dirs: Sequence[Path], path: Path) -> Path:
     plotly = _plotly_source()
     groups = group_runs([read_run(run) for run in find_runs(run_dirs)])
     text = _render(groups, plotly, shlex.join(["apexrl", "report", *map(str, run_dirs), "--output", str(path)]))
-    return replace_text(path, text)
+    # Half a character, as a damaged name may hold, cannot be written.
+    return replace_text(path, text.encode("utf-8", "replace").decode("utf-8"))
 
 
 def _plotly_source() -> str:
@@ -289,13 +291,15 @@ def _videos(groups: Sequence[Group]) -> list[tuple[int, Run, Path]]:
 def _video(run: Run, file: Path, group: int) -> dict[str, Any]:
     """Return a video as text, or a sentence about it."""
     entry = {"title": f"{run.path}/{file.name}", "group": group, "source": "", "note": ""}
-    size = file.stat().st_size
-    if not 0 < size <= MAX_VIDEO_BYTES:
-        return {
-            **entry,
-            "note": f"Not shown: the file has {size / 2**20:.0f} MB." if size else "Not shown: it is empty.",
-        }
-    return {**entry, "source": f"data:video/mp4;base64,{base64.b64encode(file.read_bytes()).decode()}"}
+    try:
+        size = file.stat().st_size
+        if not size:
+            return {**entry, "note": "Not shown: it is empty."}
+        if size > MAX_VIDEO_BYTES:
+            return {**entry, "note": f"Not shown: the file has {size / 2**20:.0f} MB."}
+        return {**entry, "source": f"data:video/mp4;base64,{base64.b64encode(file.read_bytes()).decode()}"}
+    except OSError as error:
+        return {**entry, "note": f"Not shown: {error.strerror}."}
 
 
 def _time_row(run: Run, group: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,36 +16,12 @@ from numpy.typing import NDArray
 from apexrl.collectors.init_states import read_statistics
 from apexrl.config import read_config
 from apexrl.errors import ConfigError, RunDirError
-from apexrl.loggers import read_json_lines
+from apexrl.report.records import Damage, Evaluation, columns, evaluation, evaluations, read_lines
 from apexrl.suite_run import FINAL_RESULTS, METRICS, ROLLOUT_STATS
 
 SEED = "training.seed"
 _RUN_FILES = ("config.yaml", "metrics.jsonl")
 _OWN_JSON = (METRICS, FINAL_RESULTS, ROLLOUT_STATS)
-_IDENTITY = ("iteration", "step", "episodes", "per_task")
-"""Entries of an evaluation record that are no episode fields."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean and its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One line of ``evaluations.jsonl``."""
-
-    iteration: int
-    step: int
-    episodes: int
-    fields: dict[str, Estimate]
-    """Episode field -> its mean over the episodes."""
-    tasks: dict[str, tuple[int, int]]
-    """Task of a suite -> successful episodes, and all."""
 
 
 @dataclass(frozen=True)
@@ -154,22 +129,23 @@ def read_run(path: Path) -> Run:
     """Read one run directory."""
     notes: list[str] = []
     text, config = _read_config(path / "config.yaml", notes)
-    lines = read_json_lines(path / "metrics.jsonl")
-    records = read_json_lines(path / "evaluations.jsonl")
-    evaluations = [_evaluation(record) for record in records if isinstance(record.get("step"), int)]
+    training, testing = Damage(path / "metrics.jsonl"), Damage(path / "evaluations.jsonl")
+    lines, records = read_lines(training.file, notes), read_lines(testing.file, notes)
+    table, evaluated = columns(lines, training), evaluations(records, testing)
+    notes += [*training.notes(), *testing.notes()]
     results = _read_results(path)
     videos = sorted(file for file in path.glob("*.mp4") if file.is_file() and not file.name.endswith(".part.mp4"))
     if not lines:
         notes.append("no training has been logged yet.")
-    if not evaluations:
+    if not evaluated:
         notes.append(f"no evaluation yet; 'apexrl eval {path}' makes one once there is a checkpoint.")
     run = Run(
         path=path,
         config=config,
         config_text=text,
-        columns=_columns(lines),
-        evaluations=evaluations,
-        pinned=[_pinned(file, record) for file, record in results.items()],
+        columns=table,
+        evaluations=evaluated,
+        pinned=[_pinned(file, record, notes) for file, record in results.items()],
         init_states=_read_init_states(path, config, notes),
         videos=videos,
         recorded=_recorded([*records, *results.values()]),
@@ -245,34 +221,6 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
     return text, flat
 
 
-def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[np.float64]]:
-    names = dict.fromkeys(name for line in lines for name, value in line.items() if _is_number(value))
-    columns = {}
-    for name in names:
-        values = [line.get(name) for line in lines]
-        columns[name] = np.array([value if _is_number(value) else math.nan for value in values], np.float64)
-    return columns
-
-
-def _evaluation(record: Mapping[str, Any]) -> Evaluation:
-    fields: dict[str, Estimate] = {}
-    for name, mean in record.items():
-        if name in _IDENTITY or not _is_number(mean):
-            continue
-        bounds = record.get(f"{name}_interval")
-        is_pair = isinstance(bounds, list) and len(bounds) == 2 and all(map(_is_number, bounds))
-        low, high = bounds if is_pair and bounds is not None else (mean, mean)
-        fields[name] = Estimate(mean, low, high)
-    tasks = {}
-    per_task = record.get("per_task")
-    for name, task in per_task.items() if isinstance(per_task, dict) else ():
-        if isinstance(task, dict) and _is_number(task.get("success_rate")) and isinstance(task.get("episodes"), int):
-            tasks[str(name)] = (round(task["success_rate"] * task["episodes"]), task["episodes"])
-    numbers = [record.get(name) for name in ("iteration", "step", "episodes")]
-    iteration, step, episodes = (value if isinstance(value, int) else 0 for value in numbers)
-    return Evaluation(iteration, step, episodes, fields, tasks)
-
-
 def _read_init_states(path: Path, config: Mapping[str, Any], notes: list[str]) -> dict[str, dict[str, Any]]:
     named = config.get("algo.rollout_stats_path")
     file = Path(named) if isinstance(named, str) and named else path / ROLLOUT_STATS
@@ -280,7 +228,9 @@ def _read_init_states(path: Path, config: Mapping[str, Any], notes: list[str]) -
         return read_statistics(file) if file.exists() else {}
     except ConfigError as error:
         notes.append(str(error))
-        return {}
+    except (OSError, OverflowError, RecursionError) as error:  # an impossible name, numbers or nesting
+        notes.append(f"{str(file)[:200]} holds no rollout statistics ({type(error).__name__}); left out.")
+    return {}
 
 
 def _read_results(path: Path) -> dict[Path, dict[str, Any]]:
@@ -298,10 +248,11 @@ def _read_results(path: Path) -> dict[Path, dict[str, Any]]:
     return found
 
 
-def _pinned(file: Path, record: Mapping[str, Any]) -> PinnedResult:
-    return PinnedResult(
-        file, str(record["manifest_hash"]), _evaluation(record["summary"]), str(record.get("command", ""))
-    )
+def _pinned(file: Path, record: Mapping[str, Any], notes: list[str]) -> PinnedResult:
+    damage = Damage(file)
+    found = evaluation(record["summary"], damage)
+    notes += damage.notes()
+    return PinnedResult(file, str(record["manifest_hash"]), found, str(record.get("command", "")))
 
 
 def _recorded(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -315,10 +266,3 @@ def _recorded(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
             elif isinstance(value, str):
                 found[name] = value
     return found
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number that no float holds
-        return False

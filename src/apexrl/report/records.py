@@ -1,0 +1,169 @@
+"""Numbers of a run directory, read without trust: one that is damaged is left out, with a note about file and field."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apexrl.evaluation_result import RATE_FIELDS
+from apexrl.loggers import read_json_lines
+
+LARGEST = 1e100
+"""Of a number; sums and products of larger ones need not be numbers."""
+_RATES = {*RATE_FIELDS, "success_rate", "fail_rate"}
+_SHARES = ("time/rollout_share", "time/update_share")
+_IDENTITY = ("iteration", "step", "episodes", "per_task")
+"""Entries of an evaluation record that are no episode fields."""
+NUMBER, RATE, COUNT = f"a number up to {LARGEST:g}", "a rate from 0 to 1", "a count"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One line of ``evaluations.jsonl``."""
+
+    iteration: int
+    step: int
+    episodes: int
+    fields: dict[str, Estimate]
+    """Episode field -> its mean over the episodes."""
+    tasks: dict[str, tuple[int, int]]
+    """Task of a suite -> successful episodes, and all."""
+
+
+class Damage:
+    """What cannot be used of a file: of every field the first value, and how many there are."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._found: dict[str, tuple[str, int]] = {}
+
+    def add(self, field: str, wanted: str, value: Any) -> None:
+        """Remember a value that is not what was wanted."""
+        text, count = self._found.get(field, ("", 0))
+        got = json.dumps(value)
+        self._found[field] = text or f"must be {wanted}, got {got if len(got) <= 40 else f'{got[:40]}…'}", count + 1
+
+    def notes(self) -> list[str]:
+        """Return a sentence about every field."""
+        return [
+            f"{self.file}: '{name}' {text}; left out{f' {count} times' if count > 1 else ''}."
+            for name, (text, count) in self._found.items()
+        ]
+
+
+def read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Read a JSON-lines file, with a note about the lines that are none."""
+    # Counted before they are read, because a run that goes on appends meanwhile.
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    num_lines = sum(bool(line.strip()) for line in text.splitlines())
+    records = read_json_lines(path)
+    if len(records) < num_lines:
+        notes.append(f"{path}: {num_lines - len(records)} of {num_lines} lines are damaged or cut off; left out.")
+    return records
+
+
+def columns(lines: Sequence[Mapping[str, Any]], damage: Damage) -> dict[str, NDArray[np.float64]]:
+    """Return name -> one value a line, NaN where a line does not have it, of the names that have any."""
+    found = {}
+    for name in dict.fromkeys(name for line in lines for name in line):
+        is_rate = name in _SHARES or (name.startswith("rollout/") and name.removeprefix("rollout/") in _RATES)
+        values = np.full(len(lines), math.nan)
+        for index, line in enumerate(lines):
+            if name in line:
+                value = _checked(line[name], name, damage, is_rate=is_rate)
+                values[index] = math.nan if value is None else value
+        if not np.isnan(values).all():
+            found[name] = values
+    return found
+
+
+def evaluations(records: Iterable[Mapping[str, Any]], damage: Damage) -> list[Evaluation]:
+    """Return the evaluations of a file; one without a step has no place on the page."""
+    found = []
+    for record in records:
+        if _is_count(record.get("step")):
+            found.append(evaluation(record, damage))
+        else:
+            damage.add("step", COUNT, record.get("step"))
+    return found
+
+
+def evaluation(record: Mapping[str, Any], damage: Damage) -> Evaluation:
+    """Return what a record of an evaluation says."""
+    fields: dict[str, Estimate] = {}
+    for name, value in record.items():
+        is_field = _is_number(value) or name in _RATES or f"{name}_interval" in record
+        if name in _IDENTITY or not is_field:
+            continue
+        mean = _checked(value, name, damage, is_rate=name in _RATES)
+        if mean is not None:
+            bounds = _interval(record, name, damage)
+            fields[name] = Estimate(mean, *(bounds or (mean, mean)))
+    counts = {name: record.get(name, 0) for name in ("iteration", "step", "episodes")}
+    for name, value in counts.items():
+        if not _is_count(value):
+            damage.add(name, COUNT, value)
+            counts[name] = 0
+    return Evaluation(**counts, fields=fields, tasks=_tasks(record, damage))
+
+
+def _interval(record: Mapping[str, Any], name: str, damage: Damage) -> tuple[float, float] | None:
+    key = f"{name}_interval"
+    bounds = record.get(key)
+    if bounds is None:
+        return None
+    if not isinstance(bounds, list) or len(bounds) != 2:
+        damage.add(key, "two numbers", bounds)
+        return None
+    low, high = (_checked(bound, key, damage, is_rate=name in _RATES) for bound in bounds)
+    return None if low is None or high is None else (low, high)
+
+
+def _tasks(record: Mapping[str, Any], damage: Damage) -> dict[str, tuple[int, int]]:
+    per_task = record.get("per_task", {})
+    if not isinstance(per_task, dict):
+        damage.add("per_task", "a mapping", per_task)
+        return {}
+    tasks = {}
+    for name, task in per_task.items():
+        entry = task if isinstance(task, dict) else {}
+        rate = _checked(entry.get("success_rate"), f"per_task.{name}.success_rate", damage, is_rate=True)
+        episodes = entry.get("episodes")
+        if not _is_count(episodes):
+            damage.add(f"per_task.{name}.episodes", COUNT, episodes)
+        elif rate is not None:
+            tasks[name] = (round(rate * episodes), episodes)
+    return tasks
+
+
+def _checked(value: Any, name: str, damage: Damage, *, is_rate: bool) -> float | None:
+    """Return a number, or None after it was noted that it is none."""
+    # Wilson's bounds may miss 0 and 1 by a rounding.
+    if _is_number(value) and (not is_rate or -1e-6 <= value <= 1 + 1e-6):
+        return min(max(float(value), 0.0), 1.0) if is_rate else float(value)
+    damage.add(name, RATE if is_rate else NUMBER, value)
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
