@@ -23,6 +23,7 @@ brackets, the lowest and the highest."""
 COMMANDS = {
     "camera": "python benchmarks/mt10.py --presets camera",
     "ppo_gpu": "python benchmarks/ppo_gpu.py --iters 40",
+    "ppo_mujoco": "python benchmarks/ppo_cpu.py --only-mujoco",
     "ppo_learning": "python benchmarks/ppo_learning.py --seeds 0,1,2,3,4,5,6,7,8,9",
     "roa_walker": "python benchmarks/roa.py --task walker --seeds 0,1,2 --jobs 9 --device cpu",
     "sac_learning": "python benchmarks/sac.py learning",
@@ -35,6 +36,7 @@ PICTURES = {"ppo_modes": "modes", "profile_iteration": "profile"}
 """Of records whose picture has another name."""
 NOTES = {
     "ppo_cpu": "Ratios are to Stable-Baselines3 on the same task; with 64 environments to the environment alone.",
+    "ppo_mujoco": "The ratio is to the environment alone.",
     "ppo_gpu": "Seconds are those of an iteration; parity is the largest difference of a weight to eager after 10.",
     "profile_iteration": "Seconds of one iteration.",
     "ript_one_task": "The columns bc, final and final sampled count successes among the episodes.",

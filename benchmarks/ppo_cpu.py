@@ -1,6 +1,7 @@
 """PPO on one CPU thread: ours, Stable-Baselines3, rsl_rl, and the environment alone.
 
     python benchmarks/ppo_cpu.py [--quick]
+    python benchmarks/ppo_cpu.py --only-mujoco      the row of MujocoVecEnv alone, for a machine with many cores
 
 HalfCheetah-v5: 8 environments, 256 steps, 10 epochs of 32 minibatches; ours also on MujocoVecEnv with 64 environments
 and a thread of the simulator for each core. CartPole-v1: 8 environments, 128 steps, 4 epochs of 4 minibatches. Networks
@@ -147,6 +148,7 @@ def tensor_rollout(num_envs: int = 4096, num_steps: int = 64) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps: for a look, not for a figure")
+    parser.add_argument("--only-mujoco", action="store_true", help="one row, into a record of its own")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -159,6 +161,16 @@ def main() -> None:
         print(f"{task:24} {name:34} {speed:12,.0f} steps/s {ratio}", flush=True)
         return speed
 
+    def mujoco(alone: float) -> None:
+        print("ratio to Gymnasium's stepping alone:")
+        many = Work("mujoco/HalfCheetah-v5", 64, 256, 10, 32)
+        speed = ours(many, 4 * total, compile_it=True)
+        add(many.task, f"ours, compiled, 64 envs, {num_cores()} cores", speed, alone)
+
+    if options.only_mujoco:
+        mujoco(add(CHEETAH.task, "environment alone", environment_alone(CHEETAH, total), None))
+        print(f"wrote {report.write('ppo_mujoco', {'rows': rows, 'quick': options.quick})}")
+        return
     for work in (CHEETAH, CARTPOLE):
         alone = add(work.task, "environment alone", environment_alone(work, total), None)
         base = add(work.task, "Stable-Baselines3", sb3(work, total), None)
@@ -167,10 +179,7 @@ def main() -> None:
         add(work.task, "ours", ours(work, total, compile_it=False), base)
         add(work.task, "ours, compiled", ours(work, total, compile_it=True), base)
         if work is CHEETAH:
-            print("ratio to Gymnasium's stepping alone:")
-            many = Work("mujoco/HalfCheetah-v5", 64, 256, 10, 32)
-            speed = ours(many, 4 * total, compile_it=True)
-            add(many.task, f"ours, compiled, 64 envs, {num_cores()} cores", speed, alone)
+            mujoco(alone)
     add("cartpole (tensors)", "rollout, 4,096 environments", tensor_rollout(), None)
     print(f"wrote {report.write('ppo_cpu', {'rows': rows, 'quick': options.quick})}")
 

@@ -107,11 +107,12 @@ class Job(NamedTuple):
     seed: int
     steps: int | None
     device: str
+    overrides: tuple[tuple[str, str], ...] = ()
 
     @property
     def config(self) -> Config:
-        overrides = [("training.total_timesteps", str(self.steps))] if self.steps else []
-        return load_config(TASKS[self.task].preset, overrides)
+        steps = [("training.total_timesteps", str(self.steps))] if self.steps else []
+        return load_config(TASKS[self.task].preset, [*steps, *self.overrides])
 
 
 def newest_frame_actor(frame: int) -> type[MLPActor]:
@@ -361,6 +362,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="environment steps; those of the preset when not given")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--arms", default=",".join(ARMS), help="some of them only: trains these, writes no record")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other settings than the preset's")
     parser.add_argument("--parts", type=Path, default=Path("runs/roa"), help="where finished jobs are kept")
     parser.add_argument("--draw", type=Path, help="show and draw into this file what was measured last")
     options = parser.parse_args()
@@ -371,8 +374,11 @@ def main() -> None:
         draw(task, record["curves"], record["latent"], options.draw)
         return
     seeds = [int(seed) for seed in (options.seeds or task.seeds).split(",")]
-    jobs = [Job(options.task, arm, seed, options.steps, options.device) for seed in seeds for arm in ARMS]
+    arms, words = options.arms.split(","), [tuple(word.split("=", 1)) for word in options.set]
+    jobs = [Job(options.task, arm, seed, options.steps, options.device, tuple(words)) for seed in seeds for arm in arms]
     parts = run_all(jobs, options.jobs, options.parts)
+    if set(arms) != set(ARMS):
+        return
     joined = {seed: join(parts, seed) for seed in seeds}
     rows = [{"seed": seed, "seconds": whole["seconds"], **whole["row"]} for seed, whole in joined.items()]
     content = {

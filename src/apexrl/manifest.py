@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -49,6 +49,8 @@ class Manifest:
     options: Mapping[str, Any]
     """``task.kwargs``; of a suite ``max_episode_length`` when it is not the suite's own."""
     episodes: Sequence[SeedEpisode] | Sequence[StateEpisode]
+    path: Path | None = field(default=None, compare=False)
+    """Of the file that it was read from."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the file holds."""
@@ -89,7 +91,7 @@ class Manifest:
             raise ConfigError(f"{path}: 'episodes' must be a list with at least one episode.")
         kind: Any = SeedEpisode if "seed" in dict_or_empty(raw["episodes"][0]) else StateEpisode
         episodes = [_episode(kind, entry, f"{path}: episode {i}") for i, entry in enumerate(raw["episodes"])]
-        return cls(raw["task"], raw["options"], episodes)
+        return cls(raw["task"], raw["options"], episodes, path)
 
     def starts(self, env: VecEnv) -> Sequence[int] | Sequence[InitState]:
         """Return where the episodes start in an environment of the task, as ``evaluate_starts`` takes it.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apexrl.commands.common import AddCommand, Overrides, positive, progress, seed_number
-from apexrl.errors import ConfigError, RunDirError
+from apexrl.errors import ConfigError, EnvError, RunDirError
 
 if TYPE_CHECKING:
     from apexrl.envs import VecEnv
@@ -119,20 +119,21 @@ def _eval_manifest(options: argparse.Namespace) -> int:
 def run_manifest(
     trained: TrainedPolicy, manifest: Manifest, num_envs: int | None, device: str | None, label: str = "Evaluating"
 ) -> EvaluationResult:
-    """Evaluate a policy on a manifest and show how far it is."""
+    """Evaluate a policy on a manifest and show how far it is; a problem with the manifest names its file."""
     from apexrl.results import evaluate_trained, task_options
 
-    own = task_options(trained.config)
+    own, place = task_options(trained.config), _known_device(device or "cpu")
     if own != manifest.options and trained.config.task.id == manifest.task:
         print(f"{trained.checkpoint} was trained with task options {own}; the manifest has {dict(manifest.options)}.")
-    with progress(label, len(manifest.episodes)) as tell:
-        return evaluate_trained(
-            trained,
-            manifest,
-            num_envs or trained.config.training.eval_num_envs,
-            device=_known_device(device or "cpu"),
-            on_progress=tell,
-        )
+    num_envs = num_envs or trained.config.training.eval_num_envs
+    try:
+        with progress(label, len(manifest.episodes)) as tell:
+            return evaluate_trained(trained, manifest, num_envs, device=place, on_progress=tell)
+    except (ConfigError, EnvError) as error:
+        # With the options of the training, an environment that fails is not the manifest's fault.
+        if manifest.path is None or (isinstance(error, EnvError) and own == manifest.options):
+            raise
+        raise type(error)(f"{manifest.path}: {error}") from error
 
 
 def _known_device(name: str) -> Any:
