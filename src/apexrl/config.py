@@ -163,7 +163,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Read a value, unless it has a tag."""
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         tag = getattr(event, "tag", None)
         if tag not in (None, "!"):
             name = tag.replace("tag:yaml.org,2002:", "!!")

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import math
-import platform
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-import apexrl
 from apexrl.config import Config
 from apexrl.errors import ConfigError
 from apexrl.evaluation import EvaluationResult, evaluate_starts, group_size
 from apexrl.manifest import Manifest, dict_or_empty, read_json
 from apexrl.metrics import IDENTITY_FIELDS
+from apexrl.provenance import provenance
 from apexrl.run import TrainedPolicy
 from apexrl.sections import SuiteConfig, TaskConfig
 from apexrl.types import TRUNCATED
 
 VERSION = 1
-PACKAGES = ("apexrl", "torch", "numpy", "scipy", "gymnasium", "mujoco", "gymnasium-robotics", "metaworld", "hf-libero")
-"""Whose versions may change a result."""
 _ROW_FIELDS = {"return": "return", "episode_len": "length", "success_once": "success_once"}
 _ROW_FIELDS |= {"success_at_end": "success_at_end", "fail_once": "fail_once"}
 """Fields of every episode, and what a row calls them; the others are metrics of the task."""
@@ -186,17 +181,6 @@ def read_results(path: Path) -> Results:
     return Results(name, str(raw.get("task")), raw["manifest_hash"], checkpoint, result)
 
 
-def provenance() -> dict[str, Any]:
-    """Return what a result may depend on: versions of packages, the commit of this one, the machine."""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return {"versions": versions, "commit": _commit(), "platform": platform.platform()}
-
-
 def hashed(path: Path) -> dict[str, Any]:
     """Return what names a checkpoint: its path, and the hash of its content."""
     return {"path": str(path), "sha256": file_hash(path)}
@@ -206,23 +190,6 @@ def file_hash(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _commit() -> str | None:
-    """Return the commit of the package's sources, with ``-dirty`` when they were changed; None when it is not known."""
-    file = Path(apexrl.__file__)
-    try:
-        # An installed package may lie inside of somebody else's repository.
-        _git(file, "ls-files", "--error-unmatch", file.name)
-        changed = _git(file, "status", "--porcelain", "--untracked-files=no", ".")
-        return _git(file, "rev-parse", "HEAD") + ("-dirty" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _git(file: Path, *words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=file.parent, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
 
 
 def _plain(value: Any) -> Any:

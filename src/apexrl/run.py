@@ -33,6 +33,7 @@ from apexrl.graphs import Acceleration
 from apexrl.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger, cut_json_lines
 from apexrl.policies import Policy, VLAPolicy
 from apexrl.policies.vla.lora import with_adapters
+from apexrl.provenance import add_start
 from apexrl.sections import PolicyConfig, SuiteConfig, VLAConfig
 from apexrl.suite_run import SuiteResults, explore_with, make_suite_collector, make_suite_env, suite_training
 
@@ -62,6 +63,7 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
         trainer = make_trainer(config, run_dir, loggers, init_from=config.training.init_from)
         trainer.loggers[:0] = file_loggers(config, run_dir)
         trainer.run_lock = lock
+        distributed.on_first(partial(add_start, run_dir, 0, trainer.policy.device))
     except BaseException:
         if trainer is not None:
             trainer.close()
@@ -142,6 +144,7 @@ def _tidy(run_dir: Path, config: Config, trainer: Trainer) -> None:
     # The checkpoint knows how many evaluations came before it: the one at the end of training came after.
     cut_json_lines(run_dir / "evaluations.jsonl", trainer.iteration, max_lines=trainer.num_evaluations)
     _write_config(run_dir, config)
+    add_start(run_dir, trainer.iteration, trainer.policy.device)
 
 
 def resumed_config(run_dir: Path, overrides: Iterable[tuple[str, str]] = ()) -> Config:

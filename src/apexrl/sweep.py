@@ -22,7 +22,7 @@ from apexrl.errors import ConfigError, RunDirError, did_you_mean
 from apexrl.jobs import Job, Report
 from apexrl.loggers import read_json_lines
 from apexrl.plots import plot_sweep
-from apexrl.sweep_file import Dimension, SweepFile, sweep_from
+from apexrl.sweep_file import Dimension, SweepFile, as_text, sweep_from
 
 JOURNAL, SWEEP, BEST, RESULTS, PICTURE = "journal.jsonl", "sweep.yaml", "best.yaml", "sweep.json", "sweep.png"
 ERROR, SCORES = "error", "scores"
@@ -227,8 +227,11 @@ def stored_sweep(directory: Path) -> SweepFile | None:
 
 def check_same(asked: SweepFile, stored: SweepFile, directory: Path) -> None:
     """Refuse to go on with another search than the one that a directory holds; the number of trials may change."""
-    before, after = stored.to_dict(), asked.to_dict()
-    changed = [name for name in {**before, **after} if name != "trials" and before.get(name) != after.get(name)]
+    before, after = (
+        {name: as_text(value) for name, value in sweep.to_dict().items() if name != "trials"}
+        for sweep in (stored, asked)
+    )
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     if changed:
         raise ConfigError(
             f"{directory} holds a sweep with another '{changed[0]}'; name another directory with --dir, or go on with "
@@ -237,8 +240,17 @@ def check_same(asked: SweepFile, stored: SweepFile, directory: Path) -> None:
 
 
 def _labels(dimension: Dimension) -> dict[CategoricalChoiceType, Any]:
-    """Return what Optuna calls the choices of a field: lists and mappings are called by their JSON."""
-    return {json.dumps(c) if isinstance(c, list | dict) else c: c for c in dimension.choices}
+    """Return what Optuna calls the choices of a field.
+
+    Lists and mappings are called by their JSON. Where that gives two choices one name, because true, 1 and 1.0 are
+    equal in Python, all of them are called by their text.
+    """
+    distinct: dict[Any, Any] = {as_text(choice): choice for choice in dimension.choices}
+    names: dict[Any, Any] = {
+        json.dumps(choice, default=str) if isinstance(choice, list | dict) else choice: choice
+        for choice in distinct.values()
+    }
+    return names if len(names) == len(distinct) else distinct
 
 
 def _pruner(name: str) -> optuna.pruners.BasePruner:

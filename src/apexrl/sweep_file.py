@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,6 +71,10 @@ class SweepFile:
     def config(self, values: Mapping[str, Any]) -> Config:
         """Return the configuration of a trial."""
         return overridden(self.base, [(name, as_text(value)) for name, value in values.items()])
+
+    def with_trials(self, trials: int) -> SweepFile:
+        """Return the same search with another number of trials."""
+        return replace(self, trials=trials, given={**self.given, "trials": trials})
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, which ``sweep_from`` reads."""

@@ -585,7 +585,15 @@ def test_a_run_is_not_resumed_from_a_checkpoint_with_a_bad_part(
 @pytest.mark.parametrize(
     ("spoil", "parts"),
     [
-        (_truncated, ["not a readable checkpoint", "truncated", "another one"]),
+        (
+            _truncated,
+            [
+                "not a readable checkpoint",
+                "truncated",
+                "No other checkpoint is left in",
+                "config.yaml --run-dir NEW_DIR",
+            ],
+        ),
         (_random_bytes, ["not a readable checkpoint", "damaged"]),
         (_empty, ["not a readable checkpoint"]),
         (_malicious_pickle, ["not a readable checkpoint", "not written by apexrl"]),

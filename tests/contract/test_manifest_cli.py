@@ -136,9 +136,13 @@ def test_wrong_inputs_give_one_message(place: Path, capsys: pytest.CaptureFixtur
     assert main(["eval", run, "--manifest", manifest, "--output", str(results)]) == 0
     damaged = place / "damaged.json"
     damaged.write_text(json.dumps({**read(results), "episodes": [{"episode": 0}]}), encoding="utf-8")
+    option = place / "option.json"
+    option.write_text(json.dumps({**read(place / "m.json"), "options": {"nonsense": 1}}), encoding="utf-8")
     capsys.readouterr()
     wrong = {
-        "the task 'lift', the policy was trained on 'CartPole-v1'": ["eval", run, "--manifest", str(lift)],
+        f"{lift}: The manifest is of the task 'lift', the policy was": ["eval", run, "--manifest", str(lift)],
+        f"{option}: task.id CartPole-v1: Could not make": ["eval", run, "--manifest", str(option)],
+        f"{option}: task.id CartPole-v1: Could not": ["compare", run, run, "--manifest", str(option)],
         "is not a manifest": ["eval", run, "--manifest", str(results)],
         "There is no manifest at": ["eval", run, "--manifest", "nowhere.json"],
         "leave --seed out": ["eval", run, "--manifest", manifest, "--seed", "0"],

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from playwright.sync_api import Page, sync_playwright
 from tests.suite_session import options
 from tests.unit.report.test_page import Reader
@@ -21,6 +23,7 @@ from apexrl import ActorCritic, make_env, record_video
 from apexrl.cli import main
 from apexrl.collectors.init_states import RolloutStats
 from apexrl.loggers import read_json_lines
+from apexrl.provenance import add_start
 from apexrl.report.page import show
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +53,8 @@ def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert page.has("1 run on lift.")
     assert page.has(f"apexrl eval {run_dir} --episodes 6")
     assert not page.has("Notes")
+    (start,) = read_json_lines(run_dir / "starts.jsonl")
+    assert page.has(f"{run_dir} {start['time']} 0 {start['commit'] or '–'} host {socket.gethostname()}, ")
     assert "video" in [tag for tag, _ in page.tags]
     final = read_json_lines(run_dir / "evaluations.jsonl")[-1]
     low, high = (show(bound, "number") for bound in final["return_interval"])
@@ -76,6 +81,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stats = RolloutStats(paths[2] / "rollout_stats.json")
     stats.record("a" * 64, [True, False], EVIL)
     stats.write()
+    add_start(paths[0], 0, torch.device("cpu"))
     assert main(["report", str(runs / "fast"), str(paths[2]), "--output", str(runs / "page.html")]) == 0
     return runs / "page.html"
 

@@ -251,6 +251,15 @@ def test_tensorboard_shows_every_step_of_a_resumed_run_once(lift: Path, tmp_path
     assert shown == [line["total_steps"] for line in numbers(lift)]
 
 
+def test_every_start_of_a_run_is_recorded(tmp_path: Path) -> None:
+    run_dir = tmp_path / "killed"
+    killed_and_resumed("lift_ppo", LIFT, run_dir, [AFTER_LINE_2, Kill("apexrl.loggers.jsonl:append_json_line", 5)])
+    starts = read_json_lines(run_dir / "starts.jsonl")
+    assert [start["iteration"] for start in starts] == [0, 0, 3]
+    assert all(start["versions"]["torch"] == torch.__version__ for start in starts)
+    assert all(start["machine"]["device"] == "cpu" for start in starts)
+
+
 def test_cartpole_v1_replays_its_episodes(tmp_path: Path) -> None:
     values = {**CARTPOLE, "logging.log_interval": "2"}
     assert train("cartpole_ppo", values, tmp_path / "whole") == 0

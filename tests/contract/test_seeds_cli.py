@@ -340,7 +340,8 @@ def test_a_sweep_that_is_killed_goes_on_to_the_same_end(start: Callable[..., Any
 
 def test_more_trials_go_on_and_another_search_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "sweep"
-    assert main(["sweep", str(sweep_file(tmp_path / "s.yaml", trials=1)), "--dir", str(directory)]) == 0
+    assert main(["sweep", str(sweep_file(tmp_path / "s.yaml")), "--dir", str(directory), "--trials", "1"]) == 0
+    assert len(results(directory)["trials"]) == 1
     assert main(["sweep", str(sweep_file(tmp_path / "s.yaml", trials=2)), "--dir", str(directory)]) == 0
     first = results(directory)["trials"]
     assert len(first) == 2
@@ -373,6 +374,7 @@ def test_an_objective_that_no_trial_has_ends_the_sweep(tmp_path: Path, capsys: p
         (["--resume", "nowhere"], "nowhere holds no sweep"),
         (["{file}", "--dir", "{here}"], "{here} holds something else than a sweep"),
         (["{file}", "--jobs", "0"], "must be a whole number from 1"),
+        (["{file}", "--trials", "100001"], "--trials: must be a whole number from 1 to 100000, got '100001'"),
     ],
 )
 def test_a_mistake_of_a_sweep_gets_one_message(

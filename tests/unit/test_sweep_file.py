@@ -10,6 +10,7 @@ import yaml
 
 from apexrl.config import preset_dir
 from apexrl.errors import ConfigError
+from apexrl.sweep import Sweep, check_same, stored_sweep
 from apexrl.sweep_file import as_text, read_sweep, sweep_from
 
 GOOD: dict[str, Any] = {
@@ -44,6 +45,24 @@ def test_what_a_directory_keeps_is_the_same_sweep() -> None:
     assert sweep_from(kept, "sweep.yaml") == sweep
     with pytest.raises(ConfigError, match="version is 2; this apexrl reads sweeps up to 1"):
         sweep_from({**kept, "version": 2}, "sweep.yaml")
+
+
+def test_choices_that_python_takes_for_equal_stay_apart(tmp_path: Path) -> None:
+    choices = [True, 1, 1.0, "1", [1], [True], "[1]"]
+    space = {"task.kwargs.x": {"choices": choices}, "task.kwargs.y": {"choices": [1, 2]}}
+    file = sweep_from({**GOOD, "space": space, "sampler": "random"}, "my.yaml").with_trials(60)
+    sweep = Sweep(file, tmp_path, print)
+    jobs = [sweep.next_job() for _ in range(60)]
+    assert sweep.next_job() is None
+    drawn = [job.config["task"]["kwargs"] for job in jobs if job is not None]
+    assert {as_text(kwargs["x"]) for kwargs in drawn} == {as_text(choice) for choice in choices}
+    assert {kwargs["y"] for kwargs in drawn} == {1, 2}
+    stored = stored_sweep(tmp_path)
+    assert stored is not None
+    check_same(file, stored, tmp_path)
+    changed = sweep_from({**GOOD, "space": {**space, "task.kwargs.y": {"choices": [1.0, 2]}}, "sampler": "random"}, "x")
+    with pytest.raises(ConfigError, match="a sweep with another 'space'"):
+        check_same(changed, stored, tmp_path)
 
 
 @pytest.mark.parametrize("value", [1e-05, 3, True, None, "text", "1e-5", [8, 8], {"a": 1.5}])

@@ -51,7 +51,16 @@ T = TypeVar("T")
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint that nobody can read; the one before it may do."""
+    """A checkpoint that nobody can read; the one before it may do.
+
+    Args:
+        problem: what is wrong with which file.
+        advice: what to do.
+    """
+
+    def __init__(self, problem: str, advice: str) -> None:
+        super().__init__(f"{problem} {advice}")
+        self.problem = problem
 
 
 def checkpoint_name(iteration: int) -> str:
@@ -112,13 +121,10 @@ def load(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint at {path}.")
-    damaged = (
-        f"{path} is not a readable checkpoint: it is truncated or damaged, or was not written by apexrl. "
-        "Use another one."
-    )
+    damaged = f"{path} is not a readable checkpoint: it is truncated or damaged, or was not written by apexrl."
     try:
         if not _is_whole(path):
-            raise DamagedCheckpointError(damaged)
+            raise DamagedCheckpointError(damaged, _advice(path))
         with warnings.catch_warnings(action="ignore"):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except DamagedCheckpointError:
@@ -128,9 +134,9 @@ def load(path: Path) -> dict[str, Any]:
         if found := _CODE.search(str(error)):
             damaged = (
                 f"{path} is not a readable checkpoint: it holds code ({found[1]}), which was not written by apexrl and "
-                "is never run. Use another one."
+                "is never run."
             )
-        raise DamagedCheckpointError(damaged) from error
+        raise DamagedCheckpointError(damaged, _advice(path)) from error
     content = migrated_checkpoint(content if isinstance(content, dict) else {}, path)
     missing = [key for key in KEYS if key not in content]
     if missing:
@@ -139,7 +145,7 @@ def load(path: Path) -> dict[str, Any]:
         value = content[key]
         if not isinstance(value, kinds) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
             wanted = "a count" if int in kinds else "a mapping"
-            raise CheckpointError(f"{path} is damaged: its '{key}' must be {wanted}, got {value!r}. Use another one.")
+            raise CheckpointError(f"{path} is damaged: its '{key}' must be {wanted}, got {value!r}. {_advice(path)}")
     return content
 
 
@@ -150,7 +156,7 @@ def of_rank(content: dict[str, Any], rank: int, world_size: int, path: Path) -> 
     """
     peers = content.get(PEERS, [])
     if not isinstance(peers, list):
-        raise CheckpointError(f"{path} is damaged: its '{PEERS}' must be a list. Use another one.")
+        raise CheckpointError(f"{path} is damaged: its '{PEERS}' must be a list. {_advice(path)}")
     changed = ""
     if len(peers) + 1 != world_size:
         changed = f"the checkpoint of {_processes(len(peers) + 1)} is resumed by {_processes(world_size)}"
@@ -169,7 +175,7 @@ def of_rank(content: dict[str, Any], rank: int, world_size: int, path: Path) -> 
             CHANGED: changed,
         }
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: its '{PEERS}' lacks {error}. Use another one.") from error
+        raise CheckpointError(f"{path} is damaged: its '{PEERS}' lacks {error}. {_advice(path)}") from error
 
 
 def _processes(count: int) -> str:
@@ -206,11 +212,29 @@ def load_newest(directory: Path, load: Callable[[Path], T]) -> tuple[Path, T, li
         try:
             return path, load(path), problems
         except DamagedCheckpointError as error:
-            problems.append(str(error))
+            problems.append(error.problem)
     if not problems:
         latest(directory)  # says that there is none
     head = [f"None of the checkpoints in {directory} can be used."] if len(problems) > 1 else []
-    raise DamagedCheckpointError("\n".join([*head, *problems]))
+    raise DamagedCheckpointError("\n".join([*head, *problems]), _advice_without(directory))
+
+
+def _advice(path: Path) -> str:
+    """Say what to use in the place of a checkpoint."""
+    others = [other for other in numbered(path.parent) if other != path]
+    if others:
+        return f"Use another one, such as {others[-1]}."
+    return _advice_without(path.parent) if _NUMBERED.fullmatch(path.name) else "Use another one."
+
+
+def _advice_without(directory: Path) -> str:
+    """Say what to do where no checkpoint of a directory can be used."""
+    config = directory.parent / "config.yaml"
+    source = config if config.is_file() else "PRESET"
+    return (
+        f"No other checkpoint is left in {directory}, so the run cannot go on. Train it anew in another directory: "
+        f"apexrl train {source} --run-dir NEW_DIR."
+    )
 
 
 def copied(value: Any) -> Any:
@@ -244,7 +268,7 @@ def restoring(part: str, path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{path} cannot be used: its '{part}' does not fit ({type(error).__name__}: {error}). Use another one."
+            f"{path} cannot be used: its '{part}' does not fit ({type(error).__name__}: {error}). {_advice(path)}"
         ) from error
 
 

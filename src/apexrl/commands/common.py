@@ -39,20 +39,21 @@ class AddCommand(Protocol):
 
 def positive(text: str) -> int:
     """Read a number of things, at least one."""
-    return _whole_number(text, 1, 2**31)
+    return whole_number(text, 1, 2**31)
 
 
 def not_negative(text: str) -> int:
     """Read a number of things, perhaps none."""
-    return _whole_number(text, 0, 2**31)
+    return whole_number(text, 0, 2**31)
 
 
 def seed_number(text: str) -> int:
     """Read a seed."""
-    return _whole_number(text, 0, 2**32)
+    return whole_number(text, 0, 2**32)
 
 
-def _whole_number(text: str, least: int, most: int) -> int:
+def whole_number(text: str, least: int, most: int) -> int:
+    """Read a whole number between two ends."""
     if not text.isdecimal() or not least <= int(text) <= most:
         raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, got '{text}'")
     return int(text)

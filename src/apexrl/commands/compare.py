@@ -93,7 +93,7 @@ def _drawn(config: Config, options: argparse.Namespace) -> Manifest:
 
 def _compare(options: argparse.Namespace, _: Overrides) -> int:
     from apexrl.compare import compare
-    from apexrl.results import provenance
+    from apexrl.provenance import provenance
     from apexrl.suite_run import write_json
 
     if options.output is not None:

@@ -133,7 +133,8 @@ def run_manifest(
         # With the options of the training, an environment that fails is not the manifest's fault.
         if manifest.path is None or (isinstance(error, EnvError) and own == manifest.options):
             raise
-        raise type(error)(f"{manifest.path}: {error}") from error
+        kind = ConfigError if isinstance(error, ConfigError) else EnvError
+        raise kind(f"{manifest.path}: {error}") from error
 
 
 def _known_device(name: str) -> Any:

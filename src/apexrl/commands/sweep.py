@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from apexrl.commands.common import AddCommand, Overrides, positive
+from apexrl.commands.common import AddCommand, Overrides, positive, whole_number
 from apexrl.commands.seeds import JobDisplay
 from apexrl.errors import ConfigError, RunDirError
 
@@ -24,7 +24,14 @@ def register(command: AddCommand) -> None:
     sweep.add_argument("file", nargs="?", type=Path, metavar="FILE.yaml", help="what is searched; see docs/sweeps.md")
     sweep.add_argument("--dir", type=Path, metavar="DIR", help="default sweeps/<name of the file>")
     sweep.add_argument("--resume", type=Path, metavar="DIR", help="go on with a sweep, without its file")
+    sweep.add_argument("--trials", type=_trials, metavar="N", help="in all, instead of the number in the file")
     sweep.add_argument("--jobs", type=positive, default=1, metavar="N", help="trials at once; default 1")
+
+
+def _trials(text: str) -> int:
+    from apexrl.sweep_file import COUNTS
+
+    return whole_number(text, 1, COUNTS["trials"])
 
 
 def _sweep(options: argparse.Namespace, _: Overrides) -> int:
@@ -35,6 +42,8 @@ def _sweep(options: argparse.Namespace, _: Overrides) -> int:
     from apexrl.files import DirectoryLock
 
     file, directory = _what(options)
+    if options.trials is not None:
+        file = file.with_trials(options.trials)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

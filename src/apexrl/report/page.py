@@ -14,11 +14,11 @@ from typing import Any
 
 from apexrl.errors import ConfigError
 from apexrl.files import replace_text
+from apexrl.provenance import provenance
 from apexrl.report import figures
 from apexrl.report.curves import Time, common_axis, final_estimate, time_spent
 from apexrl.report.records import Evaluation
-from apexrl.report.runs import Group, PinnedResult, Run, find_runs, group_runs, read_run
-from apexrl.results import provenance
+from apexrl.report.runs import REPEAT, Group, PinnedResult, Run, find_runs, group_runs, read_run
 
 MAX_VIDEO_BYTES = 20 * 2**20
 """A larger file is named instead of shown."""
@@ -41,7 +41,7 @@ SECTIONS = {
     "videos": "Videos",
     "time": "Time",
     "configuration": "Configuration",
-    "repeat": "Repeat it",
+    "repeat": REPEAT,
     "versions": "Versions",
 }
 
@@ -133,6 +133,12 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
         "time": plots.add("Shares of rollouts and updates in the time", spent) if spent else None,
         "times": [_time_row(run, index) for index, group in enumerate(groups) for run in group.runs],
         "differences": differences(groups),
+        "starts": [
+            (index, str(run.path), begun)
+            for index, group in enumerate(groups)
+            for run in group.runs
+            for begun in run.starts
+        ],
         "versions": _versions(runs),
     }
     left_out = {name for name, key in (("tasks", "tasks"), ("init-states", "maps")) if content[key] is None}

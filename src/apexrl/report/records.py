@@ -46,6 +46,18 @@ class Evaluation:
     """Task of a suite -> successful episodes, and all."""
 
 
+@dataclass(frozen=True)
+class Start:
+    """One line of ``starts.jsonl``, as text."""
+
+    time: str
+    iteration: int
+    """That the run went on from."""
+    commit: str
+    machine: str
+    versions: str
+
+
 class Damage:
     """What cannot be used of a file: of every field the first value, and how many there are."""
 
@@ -123,6 +135,26 @@ def evaluation(record: Mapping[str, Any], damage: Damage) -> Evaluation:
     return Evaluation(**counts, fields=fields, tasks=_tasks(record, damage))
 
 
+def starts(records: Iterable[Mapping[str, Any]], damage: Damage) -> list[Start]:
+    """Return when, from where and with what a run was started; a line without an iteration has no place."""
+    found = []
+    for record in records:
+        if _is_count(record.get("iteration")):
+            machine = ", ".join(filter(None, (text(record.get("machine")), text(record.get("platform")))))
+            commit, versions = text(record.get("commit")), text(record.get("versions"))
+            found.append(Start(text(record.get("time")), record["iteration"], commit, machine, versions))
+        else:
+            damage.add("iteration", COUNT, record.get("iteration"))
+    return found
+
+
+def text(value: Any) -> str:
+    """Write a value, or the names and values of a mapping, for people."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {inner}" for name, inner in value.items() if inner is not None)
+    return "" if value is None else str(value)
+
+
 def _interval(record: Mapping[str, Any], name: str, damage: Damage) -> tuple[float, float] | None:
     key = f"{name}_interval"
     bounds = record.get(key)
@@ -144,7 +176,7 @@ def _tasks(record: Mapping[str, Any], damage: Damage) -> dict[str, tuple[int, in
     for name, task in per_task.items():
         entry = task if isinstance(task, dict) else {}
         rate = _checked(entry.get("success_rate"), f"per_task.{name}.success_rate", damage, is_rate=True)
-        episodes = entry.get("episodes")
+        episodes: Any = entry.get("episodes")
         if not _is_count(episodes):
             damage.add(f"per_task.{name}.episodes", COUNT, episodes)
         elif rate is not None:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from numpy.typing import NDArray
 from apexrl.collectors.init_states import read_statistics
 from apexrl.config import read_config
 from apexrl.errors import ConfigError, RunDirError
-from apexrl.report.records import Damage, Evaluation, columns, evaluation, evaluations, read_lines
+from apexrl.provenance import STARTS
+from apexrl.report.records import Damage, Evaluation, Start, columns, evaluation, evaluations, read_lines, starts
 from apexrl.suite_run import FINAL_RESULTS, METRICS, ROLLOUT_STATS
 
 SEED = "training.seed"
+REPEAT = "Repeat it"
+"""Title of the part that says how a run can be repeated."""
 _RUN_FILES = ("config.yaml", "metrics.jsonl")
 _OWN_JSON = (METRICS, FINAL_RESULTS, ROLLOUT_STATS)
 
@@ -50,6 +54,8 @@ class Run:
     init_states: dict[str, dict[str, Any]]
     """Hash of an init state -> its task, outcomes and skips."""
     videos: list[Path]
+    starts: list[Start]
+    """When it was started and resumed, and with what."""
     recorded: dict[str, str]
     """What the run says about versions and machine."""
     notes: list[str] = field(default_factory=list)
@@ -129,10 +135,11 @@ def read_run(path: Path) -> Run:
     """Read one run directory."""
     notes: list[str] = []
     text, config = _read_config(path / "config.yaml", notes)
-    training, testing = Damage(path / "metrics.jsonl"), Damage(path / "evaluations.jsonl")
-    lines, records = read_lines(training.file, notes), read_lines(testing.file, notes)
-    table, evaluated = columns(lines, training), evaluations(records, testing)
-    notes += [*training.notes(), *testing.notes()]
+    damages = [Damage(path / name) for name in ("metrics.jsonl", "evaluations.jsonl", STARTS)]
+    lines, records, started = (read_lines(damage.file, notes) for damage in damages)
+    table, evaluated = columns(lines, damages[0]), evaluations(records, damages[1])
+    begun = starts(started, damages[2])
+    notes += [note for damage in damages for note in damage.notes()] + _changes(begun)
     results = _read_results(path)
     videos = sorted(file for file in path.glob("*.mp4") if file.is_file() and not file.name.endswith(".part.mp4"))
     if not lines:
@@ -148,7 +155,8 @@ def read_run(path: Path) -> Run:
         pinned=[_pinned(file, record, notes) for file, record in results.items()],
         init_states=_read_init_states(path, config, notes),
         videos=videos,
-        recorded=_recorded([*records, *results.values()]),
+        starts=begun,
+        recorded=_recorded([*started, *records, *results.values()]),
         notes=notes,
     )
     if run.progress is not None and run.progress < 1 and lines:
@@ -231,6 +239,18 @@ def _read_init_states(path: Path, config: Mapping[str, Any], notes: list[str]) -
     except (OSError, OverflowError, RecursionError) as error:  # an impossible name, numbers or nesting
         notes.append(f"{str(file)[:200]} holds no rollout statistics ({type(error).__name__}); left out.")
     return {}
+
+
+def _changes(begun: Sequence[Start]) -> list[str]:
+    """Return a sentence about every start that differs from the one before."""
+    notes = []
+    for before, after in pairwise(begun):
+        names = ("versions", "commit", "machine")
+        changed = [name for name in names if getattr(before, name) != getattr(after, name)]
+        if changed:
+            others = " and ".join(f"another {name}" if name != "versions" else "other versions" for name in changed)
+            notes.append(f"went on from iteration {after.iteration} with {others}; see '{REPEAT}'.")
+    return notes
 
 
 def _read_results(path: Path) -> dict[Path, dict[str, Any]]:

@@ -127,8 +127,27 @@ def test_the_newest_that_can_be_read_is_used_and_the_others_are_named(tmp_path: 
     assert all(checkpoint.checkpoint_name(number) in text for number, text in zip((4, 3), problems, strict=True))
     for number in (1, 2):
         (tmp_path / checkpoint.checkpoint_name(number)).write_bytes(b"PK")
-    with pytest.raises(CheckpointError, match=r"(?s)None of the checkpoints in .*iteration_000001\.pt"):
+    with pytest.raises(CheckpointError, match=r"(?s)None of the .* in .*iteration_000001\.pt.*No other checkpoint"):
         checkpoint.load_newest(tmp_path, checkpoint.load)
+
+
+def test_the_only_checkpoint_is_said_to_be_the_only_one(tmp_path: Path) -> None:
+    directory, new = tmp_path / "run" / "checkpoints", "in another directory: apexrl train "
+    directory.mkdir(parents=True)
+    only, other, own = (directory / name for name in ("iteration_000002.pt", "iteration_000001.pt", "mine.pt"))
+    for path in (only, own):
+        path.write_bytes(b"PK")
+    alone = rf"{only} is not a readable .*apexrl\. No other checkpoint is left in {directory}, .* {new}"
+    with pytest.raises(CheckpointError, match=alone + "PRESET --run-dir NEW_DIR"):
+        checkpoint.load_newest(directory, checkpoint.load)
+    (tmp_path / "run" / "config.yaml").touch()
+    with pytest.raises(CheckpointError, match=alone + rf"{tmp_path}/run/config\.yaml --run-dir NEW_DIR"):
+        checkpoint.load(only)
+    with pytest.raises(CheckpointError, match=rf"{own} is not .* Use another one, such as {only}\.$"):
+        checkpoint.load(own)
+    other.write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=rf"Use another one, such as {other}\.$"):
+        checkpoint.load(only)
 
 
 def test_numbered_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:

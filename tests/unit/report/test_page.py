@@ -120,6 +120,17 @@ def test_a_page_about_almost_nothing_says_what_is_missing(tmp_path: Path) -> Non
         assert found.has(text), text
 
 
+@pytest.mark.filterwarnings("error")
+def test_numbers_at_the_edge_and_half_a_character_still_give_a_page(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", task__id="\ud800")
+    evaluate_run(path, 400, **{"return": [1.0, 3.0]})
+    lines = (path / "metrics.jsonl").read_text()
+    for fps in ("1e-320", "1e308", "1e-99"):
+        (path / "metrics.jsonl").write_text(lines.replace('"time/fps": 50.0', f'"time/fps": {fps}'))
+        found = report(path, make_run(tmp_path / f"other {fps}"))
+        assert found.has("2 runs of 2 configurations on ?, lift.")
+
+
 def test_names_from_run_directories_are_text(tmp_path: Path) -> None:
     # A directory's name cannot hold a slash.
     path = make_run(tmp_path / EVIL.replace("/", ""), task__id=EVIL, algo__name=EVIL)

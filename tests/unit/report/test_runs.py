@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from apexrl.collectors.init_states import RolloutStats
 from apexrl.errors import RunDirError
 from apexrl.evaluation_result import EvaluationResult
 from apexrl.loggers import append_json_line
+from apexrl.provenance import STARTS, add_start
+from apexrl.report.curves import task_estimates
 from apexrl.report.runs import Group, find_runs, group_runs, read_run
 
 
@@ -145,6 +149,86 @@ def test_a_damaged_file_costs_what_it_held_and_no_more(tmp_path: Path, name: str
         assert [entry.fields["return"].mean for entry in run.evaluations] == [2.0]
 
 
+def change(path: Path, line: int, field: str, value: Any) -> None:
+    """Put a value into a JSON-lines file, at ``a/b/c`` where mappings are nested."""
+    records = [json.loads(text) for text in path.read_text().splitlines()]
+    *parents, name = field.split("|")
+    place = records[line]
+    for parent in parents:
+        place = place[parent]
+    place[name] = value
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.mark.parametrize("value", [1.7, -0.2, "high", None, math.nan, 1e300, 10**400, True, [0.5]])
+@pytest.mark.parametrize("field", ["success_rate", "per_task|reach|success_rate", "success_rate_interval"])
+def test_a_rate_that_is_none_is_left_out_and_named(tmp_path: Path, field: str, value: Any) -> None:
+    path = make_run(tmp_path / "run")
+    for step in (200, 400):
+        evaluate_run(path, step, success_once=[1.0, 0.0], task_id=[0.0, 1.0], **{"return": [1.0, 2.0]})
+    if field == "success_rate_interval":
+        value = [0.0, value]
+    change(path / "evaluations.jsonl", 1, field, value)
+    (group,) = groups_of(path)
+    (run,) = group.runs
+    assert run.evaluations[0].fields["success_rate"] == run.evaluations[1].fields["success_once"]
+    assert ("success_rate" in run.evaluations[1].fields) == (field != "success_rate")
+    assert task_estimates(group).keys() == ({"push"} if "reach" in field else {"reach", "push"})
+    (note,) = run.notes
+    assert note.startswith(f"{path}/evaluations.jsonl: '{field.replace('|', '.')}' must be a rate from 0 to 1, got ")
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value", "note"),
+    [
+        ("metrics.jsonl", "rollout/return", 1e300, "'rollout/return' must be a number up to 1e+100, got 1e+300"),
+        ("metrics.jsonl", "rollout/return", "x", "'rollout/return' must be a number up to 1e+100, got \"x\""),
+        ("metrics.jsonl", "total_steps", None, "'total_steps' must be a number up to 1e+100, got null"),
+        ("metrics.jsonl", "time/rollout_share", 7, "'time/rollout_share' must be a rate from 0 to 1, got 7"),
+        ("evaluations.jsonl", "step", "y", "'step' must be a count, got \"y\""),
+        ("evaluations.jsonl", "step", 10**400, "'step' must be a count, got 1000"),
+        ("evaluations.jsonl", "episodes", -4, "'episodes' must be a count, got -4"),
+        ("evaluations.jsonl", "return_interval", 3, "'return_interval' must be two numbers, got 3"),
+        ("evaluations.jsonl", "per_task", [3], "'per_task' must be a mapping, got [3]"),
+        ("evaluations.jsonl", "per_task|reach|episodes", 10**400, "'per_task.reach.episodes' must be a count, got 10"),
+        (
+            "evaluations.jsonl",
+            "per_task|reach",
+            3,
+            "'per_task.reach.success_rate' must be a rate from 0 to 1, got null",
+        ),
+    ],
+)
+def test_a_damaged_number_costs_itself_and_is_named(
+    tmp_path: Path, file: str, field: str, value: Any, note: str
+) -> None:
+    path = make_run(tmp_path / "run")
+    evaluate_run(path, 400, success_once=[1.0, 0.0], task_id=[0.0, 1.0], **{"return": [1.0, 2.0]})
+    change(path / file, -1, field, value)
+    run = read_run(path)
+    assert any(found.startswith(f"{path}/{file}: {note}") for found in run.notes), run.notes
+    assert run.iterations == 4
+    assert len(run.evaluations) == (field != "step")
+
+
+def test_damaged_lines_are_counted(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", lines=3)
+    text = (path / "metrics.jsonl").read_text()
+    (path / "metrics.jsonl").write_text(f"{text[:20]}\n{text[:-9]}")
+    run = read_run(path)
+    assert run.iterations == 2
+    assert f"{path}/metrics.jsonl: 2 of 4 lines are damaged or cut off; left out." in run.notes
+
+
+@pytest.mark.parametrize("content", ['{"a": {"task": "", "outcomes": [1e999], "skips": 0}}', "[" * 100_000])
+def test_statistics_that_are_none_are_named(tmp_path: Path, content: str) -> None:
+    path = make_run(tmp_path / "run")
+    (path / "rollout_stats.json").write_text(content)
+    assert any(f"{path}/rollout_stats.json holds no rollout statistics" in note for note in read_run(path).notes)
+    long = read_run(make_run(tmp_path / "long", algo__rollout_stats_path="x" * 5000))
+    assert any(note.startswith("x" * 200 + " holds no rollout statistics") for note in long.notes)
+
+
 def test_results_on_manifests_bring_versions_and_commit(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run")
     summary = EvaluationResult({"return": np.array([1.0, 3.0])}).record()
@@ -154,6 +238,26 @@ def test_results_on_manifests_bring_versions_and_commit(tmp_path: Path) -> None:
     assert run.recorded == {"torch": "2.0", "commit": "0123", "platform": "Linux"}
     (result,) = run.pinned
     assert (result.manifest_hash, result.evaluation.fields["return"].mean) == ("abc", 2.0)
+
+
+def test_a_resume_with_something_else_is_said(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    evaluate_run(path, 400, **{"return": [1.0, 3.0]})
+    for iteration in (0, 2):
+        add_start(path, iteration, torch.device("cpu"))
+    run = read_run(path)
+    assert [start.iteration for start in run.starts] == [0, 2]
+    assert run.notes == []
+    assert run.recorded["torch"] == torch.__version__
+    change(path / STARTS, 1, "machine|host", "elsewhere")
+    change(path / STARTS, 1, "versions|torch", "1.0")
+    run = read_run(path)
+    assert run.notes == ["went on from iteration 2 with other versions and another machine; see 'Repeat it'."]
+    assert "host elsewhere" in run.starts[1].machine
+    change(path / STARTS, 1, "iteration", "x")
+    run = read_run(path)
+    assert len(run.starts) == 1
+    assert run.notes == [f"{path}/starts.jsonl: 'iteration' must be a count, got \"x\"; left out."]
 
 
 def test_statistics_of_init_states_may_lie_elsewhere(tmp_path: Path) -> None:

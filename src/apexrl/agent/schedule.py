@@ -1,0 +1,73 @@
+"""How long a run trains, how often it is evaluated and saved, and which seeds it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from apexrl import distributed
+from apexrl.errors import ConfigError
+
+EVAL_SEED_OFFSET = 1_000_003
+"""Evaluation episodes are drawn from seeds that training does not use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Schedule of a run. Intervals count iterations; an iteration is one rollout and one update."""
+
+    total_timesteps: int = 1_000_000
+    """Environment steps, summed over environments, after which training ends."""
+    num_train_steps: int = 0
+    """Iterations after which training ends, whatever their steps; 0 leaves it to total_timesteps."""
+    seed: int = 0
+    """Of the environments; ``apexrl train`` also seeds the initial weights and the sampling with it."""
+    device: str = "auto"
+    """Of the policy and the tasks that ship: auto, cpu, cuda, cuda:1. Read by ``apexrl train``, not by Trainer."""
+    num_threads: int = 1
+    """CPU threads of PyTorch; 0 leaves its default, 1 suits small nets. Read by ``apexrl train``, not by Trainer."""
+    init_from: str = ""
+    """A run directory or checkpoint whose policy weights a new run starts from; a resumed run goes on with its own.
+    Read by ``apexrl train``, not by Trainer."""
+    collector: Literal["sync", "async", "ray"] = "sync"
+    """sync: collect, then learn; async: collect in a thread while learning, for simulators in worker processes; ray:
+    collect in Ray's workers, on this machine or a cluster. Read by ``apexrl train``, not by Trainer."""
+    num_collectors: int = 2
+    """Ray workers that share task.num_envs evenly; only for ray."""
+    max_staleness: int = 1
+    """How many updates old the weights may be that collected a rollout; only for async and ray."""
+    step_timeout: float = 60.0
+    """Seconds after which an environment step counts as hanging; only for async."""
+    save_interval: int = 50
+    """Iterations between checkpoints; 0 saves only at the end."""
+    keep_checkpoints: int = 3
+    """Numbered checkpoints that stay; older ones are deleted. 0 keeps all."""
+    eval_interval: int = 0
+    """Iterations between evaluations on separate environments; 0 evaluates only at the end."""
+    eval_episodes: int = 20
+    """Episodes of each periodic evaluation."""
+    eval_num_envs: int = 10
+    """Environments of an evaluation; never more than its episodes."""
+    final_eval_episodes: int = 100
+    """Episodes of the evaluation at the end; 0 skips it."""
+
+    def __post_init__(self) -> None:
+        for name in ("total_timesteps", "num_collectors", "eval_episodes", "eval_num_envs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"training.{name} must be at least 1, got {getattr(self, name)}.")
+        for name in (
+            "num_train_steps", "seed", "num_threads", "max_staleness", "save_interval", "keep_checkpoints",
+            "eval_interval", "final_eval_episodes",
+        ):  # fmt: skip
+            if getattr(self, name) < 0:
+                raise ConfigError(f"training.{name} must not be negative, got {getattr(self, name)}.")
+        if self.step_timeout <= 0:
+            raise ConfigError(f"training.step_timeout must be positive, got {self.step_timeout}.")
+        for name, most in (("seed", 2**31), ("num_threads", 1024)):
+            if getattr(self, name) > most:
+                raise ConfigError(f"training.{name} must be at most {most}, got {getattr(self, name)}.")
+
+
+def env_seed(seed: int, num_envs: int) -> int:
+    """Return the seed of a process's environments: those of a run have seeds in a row, whoever steps them."""
+    return seed + distributed.rank() * num_envs
