@@ -1,6 +1,6 @@
 """How collecting with Ray scales: a small model, its inputs measured one by one, checked, and extrapolated.
 
-    python benchmarks/scaling.py [--tasks waiting,gymnasium_robotics:FetchReachDense-v4] [--rounds 5] [--quick]
+    python benchmarks/scaling.py [--tasks waiting,gymnasium_robotics:FetchReachDense-v4] [--rounds 4] [--quick]
     python benchmarks/scaling.py --draw docs/images/scaling.png    shows and draws what was measured last
 
 The model (``predict``) knows nothing of a run with Ray. Its inputs are the cost of an environment step, of the policy,
@@ -359,7 +359,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default=f"{WAITING},{FETCH}", help="the last one is extrapolated")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4, help="of which the fastest counts")
     parser.add_argument("--seconds", type=float, default=4.0, help="of one measurement")
     parser.add_argument("--quick", action="store_true", help="one short round: for a look; writes nothing")
     parser.add_argument("--draw", type=Path, help="only draw, and show, what was measured last")

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 
 from apexrl.commands import MODULES
@@ -14,6 +15,8 @@ from apexrl.errors import ApexRLError, ConfigError, did_you_mean
 
 _NO_MEMORY = re.compile(r"allocate memory|not enough memory|out of memory|Storage size", re.IGNORECASE)
 """How PyTorch says it; its exception is a plain RuntimeError on the CPU."""
+SECONDS_TO_BE_ENDED = 10.0
+"""How long a process that refuses a configuration leaves it to the first one to say why."""
 DESCRIPTION = """\
 Train robot policies with reinforcement learning.
 
@@ -39,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except ApexRLError as error:
+        if isinstance(error, ConfigError) and _is_one_of_many():
+            # The first process finds the same and says it; torchrun then ends this one, unless it alone found it.
+            time.sleep(SECONDS_TO_BE_ENDED)
         print(f"apexrl: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
@@ -62,6 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("apexrl: interrupted.", file=sys.stderr)
         return 130
+
+
+def _is_one_of_many() -> bool:
+    """Whether torchrun started this process, and it is not the first one."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
 
 
 def _run(words: list[str]) -> int:

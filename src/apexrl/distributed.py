@@ -100,7 +100,8 @@ def _naming_the_cause() -> Iterator[None]:
     except RuntimeError as error:
         raise LostRankError(
             f"Process {os.environ.get('RANK', '?')} has lost the others: one of them has ended, or did not answer "
-            f"within {_timeout():g} s ({TIMEOUT_VARIABLE}). The first error that a process printed says why."
+            f"within {_timeout():g} s ({TIMEOUT_VARIABLE}). "
+            "The first error that a process printed says why; after a kill it is torchrun's 'Root Cause'."
         ) from error
 
 

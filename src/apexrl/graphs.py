@@ -6,10 +6,12 @@ The mathematics is the same in every mode, because it is the same function.
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -168,12 +170,27 @@ class Compiled:
 
         whole: Any = torch.compile(call, dynamic=False, fullgraph=True, options=self.options)
         try:
-            with torch._dynamo.config.patch(specialize_float=True):
+            with torch._dynamo.config.patch(specialize_float=True), _from_entropy():
                 ready = whole.aot_compile((arguments, {}))
         except Exception:  # a graph break, or something that it cannot write down: then as usual, with the checks
             return torch.compile(self.function, dynamic=False, options=self.options)
         ready.disable_guard_check()
         return ready  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _from_entropy() -> Iterator[None]:
+    """Let Python's random numbers be new ones for a while.
+
+    PyTorch keeps what it compiles ahead of time under a random name. After the seed of a run that name would be the
+    same in every run with this seed, and another function's code would be found under it.
+    """
+    state = random.getstate()
+    random.seed()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 class Stopwatch:

@@ -279,3 +279,21 @@ def merged_to_host(values: Mapping[str, Tensor | Weighted]) -> dict[str, float]:
             sums[name] = sums.get(name, 0.0) + (weight * host[name] if known else 0.0)
             totals[name] = totals.get(name, 0.0) + (weight if known else 0.0)
     return {name: value / totals[name] if totals[name] else math.nan for name, value in sums.items()}
+
+
+AVERAGED = frozenset(
+    f"collect/{name}" for name in ("staleness", "overlap", "worker_seconds", "attempts", "seconds_creating_envs")
+)
+"""Numbers about the collecting that say how it went in one process; the others are counts and rates."""
+
+
+def merged_collection(values: Mapping[str, float]) -> dict[str, float]:
+    """Merge numbers about the collecting over all processes: counts and rates add up, ``AVERAGED`` ones are averaged.
+
+    A name that one process alone knows is no problem.
+    """
+    found: dict[str, list[float]] = {}
+    for host in distributed.gather(dict(values)):
+        for name, value in host.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(each) / (len(each) if name in AVERAGED else 1) for name, each in found.items()}

@@ -10,6 +10,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -71,7 +72,8 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
             _clear(run_dir)
         lock.release()
         if distributed.is_first() and made:
-            run_dir.rmdir()
+            with suppress(OSError):  # another process may still be leaving; it must not hide what went wrong
+                run_dir.rmdir()
         raise
     return trainer
 
@@ -232,7 +234,6 @@ def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), 
     if distributed.world_size() > 1:
         acceleration = replace(acceleration, compile=False)
     algorithm: BaseAlgorithm = make(policy=policy, cfg=config.algo, acceleration=acceleration)
-    distributed.seed_apart(config.training.seed)
     loggers = list(loggers)
     training = config.training
     if isinstance(config.task, SuiteConfig):
@@ -289,14 +290,9 @@ def _make_collector(
     seed = env_seed(config.training.seed, env.num_envs)
     if isinstance(config.task, SuiteConfig):
         assert isinstance(env, SuiteVecEnv)
-        algo: Any = config.algo
-        if not distributed.is_first():
-            # Every process keeps what it knows of the initial states in a directory of its own.
-            run_dir = run_dir / f"process_{distributed.rank()}"
-            run_dir.mkdir(exist_ok=True)
-            algo = replace(algo, rollout_stats_path="")
+        starts_new = not config.training.init_from
         return make_suite_collector(
-            config.task, algorithm, algo, env, seed=seed, run_dir=run_dir, starts_new=not config.training.init_from
+            config.task, algorithm, config.algo, env, seed=seed, run_dir=run_dir, starts_new=starts_new
         )
     if config.training.collector == "ray":
         if distributed.world_size() > 1:

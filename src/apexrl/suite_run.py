@@ -12,11 +12,18 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from apexrl import files
+from apexrl import distributed, files
 from apexrl.agent import checkpoint
 from apexrl.agent.trainer import TrainingConfig
 from apexrl.algorithms import BC, RLOO, BaseAlgorithm, BCConfig, RLOOConfig
-from apexrl.collectors import BaseCollector, DemoCollector, InitStateDataset, RolloutGenerator, SuiteRunner
+from apexrl.collectors import (
+    BaseCollector,
+    DemoCollector,
+    InitStateDataset,
+    RolloutGenerator,
+    RolloutStats,
+    SuiteRunner,
+)
 from apexrl.collectors.init_states import read_statistics
 from apexrl.demos import load_demos
 from apexrl.envs.suite_env import SuiteVecEnv
@@ -76,7 +83,8 @@ def make_suite_collector(
     if cfg.imitation_coef:
         assert isinstance(algorithm, RLOO)
         algorithm.remember(_read_demos(task, env, "algo.imitation_coef"))
-    path = Path(cfg.rollout_stats_path) if cfg.rollout_stats_path else run_dir / ROLLOUT_STATS
+    first_path = Path(cfg.rollout_stats_path) if cfg.rollout_stats_path else run_dir / ROLLOUT_STATS
+    path = first_path if distributed.is_first() else process_dir(run_dir, distributed.rank()) / ROLLOUT_STATS
     generator = RolloutGenerator(
         SuiteRunner(env, algorithm.policy),
         rollouts_per_env=cfg.rloo_batch_size,
@@ -91,20 +99,50 @@ def make_suite_collector(
         max_attempts=cfg.max_attempts,
         max_groups=math.ceil(cfg.oversample * cfg.num_groups),
     )
-    _begin_statistics(generator, run_dir)
+    if generator.stats is not None:
+        stats = generator.stats
+        # The first process makes the directory, and clears it when it fails: the others write there only afterwards.
+        distributed.on_first(lambda: begin_statistics(stats, run_dir, first_path))
+        if not distributed.is_first():
+            begin_statistics(stats, run_dir, first_path)
     return generator
 
 
-def _begin_statistics(generator: RolloutGenerator, run_dir: Path) -> None:
-    """Let a run that was killed before its first checkpoint begin with what was known when it was started."""
-    if generator.stats is None or checkpoint.numbered(run_dir / "checkpoints"):
+def process_dir(run_dir: Path, number: int) -> Path:
+    """Return where a process that learns with others keeps what it knows of the init states."""
+    return run_dir if number == 0 else run_dir / f"process_{number}"
+
+
+def begin_statistics(stats: RolloutStats, run_dir: Path, first_path: Path) -> None:
+    """Let this process begin with what the run knows of the init states; a checkpoint may put other numbers there.
+
+    A run that was killed before its first checkpoint begins with what was known when it was started. Outcomes belong
+    to the policy, which all processes share: one without statistics of its own begins with those of the first
+    (``first_path``), and those of processes that are no more are taken over by one that is.
+    """
+    own_dir = process_dir(run_dir, distributed.rank())
+    if not distributed.is_first() and not len(stats) and first_path.exists():
+        stats.load_state_dict(read_statistics(first_path))
+    if checkpoint.numbered(run_dir / "checkpoints"):
+        for path in _of_processes_that_are_no_more(run_dir):
+            stats.load_state_dict({**read_statistics(path), **stats.state_dict()})
         return
-    first = run_dir / FIRST_ROLLOUT_STATS
+    first = own_dir / FIRST_ROLLOUT_STATS
     if first.exists():
-        generator.stats.load_state_dict(read_statistics(first))
+        stats.load_state_dict(read_statistics(first))
     else:
-        write_json(first, generator.stats.state_dict())
-        generator.stats.write()  # a place that cannot be written is better found before the first batch than after it
+        write_json(first, stats.state_dict())
+        stats.write()  # a place that cannot be written is better found before the first batch than after it
+
+
+def _of_processes_that_are_no_more(run_dir: Path) -> list[Path]:
+    """Return this process's share of the statistics that more processes left than there are now."""
+    count, found = distributed.world_size(), []
+    for path in sorted(run_dir.glob(f"process_*/{ROLLOUT_STATS}")):
+        number = path.parent.name.removeprefix("process_")
+        if number.isdecimal() and int(number) >= count and int(number) % count == distributed.rank():
+            found.append(path)
+    return found
 
 
 def suite_training(training: TrainingConfig, log_freq: int, algo: Any, num_tasks: int) -> TrainingConfig:

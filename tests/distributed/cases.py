@@ -5,6 +5,7 @@ The minibatches of several processes are the unions of theirs, so one process ge
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -37,7 +38,7 @@ from apexrl.agent import TrainingConfig
 from apexrl.agent.trainer import env_seed
 from apexrl.buffers import bounds
 from apexrl.errors import DivergenceError
-from apexrl.metrics import MetricSpec, merged_to_host
+from apexrl.metrics import MetricSpec, merged_collection, merged_to_host
 from apexrl.models.distributions import DiagGaussian
 from apexrl.policies import Policy
 from apexrl.types import EnvStep
@@ -290,6 +291,36 @@ def divergence() -> dict[str, Tensor]:
     return {"unchanged": torch.tensor(all(torch.equal(after[name], value) for name, value in before.items()))}
 
 
+def own_noise() -> dict[str, Tensor]:
+    """Say whether processes that are seeded alike explore apart, in a trainer that no command has made."""
+    algorithm = _make_ppo()
+    trainer = Trainer(make_env("lift", 4), algorithm.policy, algorithm)
+    # It follows from the noise and the standard deviation, which is the same everywhere.
+    drawn = distributed.gather(trainer.collector.collect(2)["sample_log_prob"])
+    return {"apart": torch.tensor(not any(torch.allclose(a, b) for a, b in itertools.combinations(drawn, 2)))}
+
+
+def beginning() -> dict[str, Tensor]:
+    """Return what RLOO begins with where processes draw weights of their own."""
+    torch.manual_seed(distributed.rank())
+    env = make_env("lift", 2)
+    policy = ActorCritic.for_env(env, actor_cfg={"hidden_dims": [4]})
+    algorithm = RLOO(policy=policy, cfg=RLOOConfig(kl_coef=0.1))
+    Trainer(env, policy, algorithm, collector=SyncCollector(env, policy))
+    assert algorithm.reference is not None
+    reference = {f"reference.{name}": value for name, value in algorithm.reference.state_dict().items()}
+    return {**weights(algorithm), **reference}
+
+
+def collection() -> dict[str, Tensor]:
+    """Merge numbers about the collecting: a count, a mean, and one that is not known to all."""
+    rank, count = distributed.rank(), distributed.world_size()
+    numbers = {"collect/groups": 8.0 / count, "collect/staleness": 1.0 + (rank - (count - 1) / 2) / 2}
+    if distributed.is_first():
+        numbers["collect/overlap"] = 0.5
+    return {name: torch.tensor(value) for name, value in merged_collection(numbers).items()}
+
+
 CASES: dict[str, Callable[[], dict[str, Tensor]]] = {
     "one minibatch": lambda: ppo_updates(num_minibatches=1),
     "minibatches": lambda: ppo_updates(num_minibatches=3, num_epochs=3, normalize_reward=True),
@@ -303,4 +334,7 @@ CASES: dict[str, Callable[[], dict[str, Tensor]]] = {
     "rloo by group": lambda: rloo_updates(normalize_advantage="group"),
     "rloo by batch": lambda: rloo_updates(baseline="batch", normalize_advantage="batch", target_kl=0.01),
     "divergence": divergence,
+    "own noise": own_noise,
+    "beginning": beginning,
+    "collection": collection,
 }

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tests.point_suite import PointSuite
 
-from apexrl import distributed
-from apexrl.agent import checkpoint
+from apexrl import PPO, RLOO, ActorCritic, PPOConfig, RLOOConfig, Trainer, cli, distributed, make_env, run
+from apexrl.agent import TrainingConfig, checkpoint, signals
+from apexrl.collectors import RolloutStats
+from apexrl.config import load_config
+from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.errors import CheckpointError, ConfigError
-from apexrl.metrics import Weighted, merged_to_host
+from apexrl.metrics import Weighted, merged_collection, merged_to_host
+from apexrl.sections import SuiteConfig
+from apexrl.suite_run import ROLLOUT_STATS, begin_statistics, make_suite_collector, process_dir
+
+Pretend = Callable[[int, int], None]
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    """Let this be one of several processes, as far as numbers tell."""
+
+    def become(rank: int, count: int) -> None:
+        monkeypatch.setattr(distributed, "rank", lambda: rank)
+        monkeypatch.setattr(distributed, "world_size", lambda: count)
+
+    return become
 
 
 def test_tensors_come_back_as_they_are() -> None:
@@ -57,10 +79,141 @@ def test_a_lost_process_of_a_checkpoint_gets_no_random_state() -> None:
     content = {"rng": {"a": 1}, "algorithm": {}, "peers": [None]}
     first, second = (checkpoint.of_rank(content, rank, 2, Path("x.pt")) for rank in (0, 1))
     assert (first["rng"], second["rng"]) == ({"a": 1}, None)
-    assert first[checkpoint.CHANGED] == "the checkpoint was saved when a process had been lost"
+    assert first[checkpoint.CHANGED] == "the checkpoint was saved by process 0 alone"
 
 
 @pytest.mark.parametrize("peers", [3, [{"rng": {}}]])
 def test_a_damaged_list_of_processes_is_named(peers: object) -> None:
     with pytest.raises(CheckpointError, match=r"x\.pt is damaged: its 'peers'"):
         checkpoint.of_rank({"algorithm": {}, "peers": peers}, 1, 2, Path("x.pt"))
+
+
+def test_numbers_of_the_collecting_stay_as_they_are() -> None:
+    assert merged_collection({"collect/queue": 3.0, "collect/staleness": 0.1}) == {
+        "collect/queue": 3.0,
+        "collect/staleness": 0.1,
+    }
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(("rank", "waits"), [("0", 0), ("1", 1)])
+def test_the_first_process_says_what_all_refuse(
+    rank: str, waits: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(time, "sleep", lambda _: told.append(capsys.readouterr().err))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("RANK", rank)
+    assert cli.main(["train", "no_such_preset"]) == 2
+    assert told == [""] * waits  # it waits for torchrun to end it before it says anything
+    assert "no_such_preset" in capsys.readouterr().err  # as nobody did
+
+
+# What is known of init states
+
+
+def learned(path: Path, *states: str) -> None:
+    stats = RolloutStats(path)
+    for state in states:
+        stats.record(state, [True, True])
+    stats.write()
+
+
+def begun(run_dir: Path, rank: int) -> set[str]:
+    """Return the states that a process of a resumed run begins with."""
+    first = run_dir / ROLLOUT_STATS
+    stats = RolloutStats(process_dir(run_dir, rank) / ROLLOUT_STATS)
+    begin_statistics(stats, run_dir, first)
+    return set(stats.state_dict())
+
+
+@pytest.fixture
+def left(tmp_path: Path, pretend: Pretend) -> Path:
+    """What a run of three processes left, with a checkpoint."""
+    for rank in range(3):
+        pretend(rank, 3)
+        assert begun(tmp_path, rank) == set()
+    for rank in range(3):
+        learned(process_dir(tmp_path, rank) / ROLLOUT_STATS, f"state {rank}", "all")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / checkpoint.checkpoint_name(1)).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("count", "known"),
+    [(1, ["012"]), (2, ["02", "1"]), (3, ["0", "1", "2"]), (4, ["0", "1", "2", "0"])],
+    ids=["one", "fewer", "as many", "more"],
+)
+def test_what_processes_know_of_init_states_is_not_lost(
+    count: int, known: list[str], left: Path, pretend: Pretend
+) -> None:
+    for rank, numbers in enumerate(known):
+        pretend(rank, count)
+        assert begun(left, rank) == {"all", *(f"state {number}" for number in numbers)}
+
+
+# The run directory
+
+
+def test_the_others_write_only_after_the_first_process_could(
+    tmp_path: Path, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: Callable[[], None]) -> None:
+        raise SystemExit(2)  # as in every other process, when it failed in the first one
+
+    env = SuiteVecEnv(PointSuite(), 1, num_workers=0)
+    policy = ActorCritic.for_env(env, actor_cfg={"groups": ["state"]})
+    cfg = RLOOConfig(enable_rollout_stats_tracking=True)
+    algorithm = RLOO(policy=policy, cfg=cfg)
+    pretend(1, 2)
+    monkeypatch.setattr(distributed, "on_first", fails)
+    with pytest.raises(SystemExit):
+        make_suite_collector(SuiteConfig(), algorithm, cfg, env, seed=0, run_dir=tmp_path, starts_new=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_process_still_writes_does_not_hide_why_a_run_did_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> Trainer:
+        raise ConfigError("the cause")
+
+    monkeypatch.setattr(run, "make_trainer", fails)
+    monkeypatch.setattr(run, "_clear", lambda run_dir: (run_dir / "process_1").mkdir())
+    with pytest.raises(ConfigError, match="the cause"):
+        run.start(load_config("lift_ppo"), tmp_path / "run")
+
+
+# Signals
+
+
+def test_the_first_of_several_saves_what_a_long_iteration_began_with(
+    tmp_path: Path, pretend: Pretend, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    env = make_env("lift", 2)
+    policy = ActorCritic.for_env(env, actor_cfg={"hidden_dims": [4]})
+    algorithm = PPO(policy=policy, cfg=PPOConfig(num_steps=4, num_minibatches=1))
+    trainer = Trainer(env, policy, algorithm, TrainingConfig(seed=0), save_dir=tmp_path)
+    trainer.learn(16)
+    trainer._saved_iteration, trainer._iteration_seconds[False] = None, 60.0
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    monkeypatch.setattr(signals, "TORCHRUN_PATIENCE", signals.TIME_TO_SAVE + 0.01)
+    path = tmp_path / checkpoint.checkpoint_name(trainer.iteration)
+    path.unlink()
+    pretend(0, 2)
+    trainer._take_snapshot()
+    with signals.stop_on_signal(trainer._save_in_time) as stop:
+        with torch.no_grad():
+            next(policy.parameters()).add_(1.0)  # the iteration goes on
+        signal.raise_signal(signal.SIGTERM)
+        end = time.monotonic() + 30
+        while not path.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+    assert stop.signal_number == signal.SIGTERM
+    assert "torchrun waits 30 s for that, unless started with --shutdown-timeout" in capfd.readouterr().err
+    content = checkpoint.load(path)
+    assert (content[checkpoint.PEERS], content["env"]) == ([None], None)
+    assert all(torch.equal(content["policy"][name], value) for name, value in before.items())

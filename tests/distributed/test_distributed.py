@@ -66,6 +66,7 @@ def test_the_cases_decide_something(directory: Path) -> None:
     assert of_ranks(directory, "early stop")[0]["metric.skipped"] == 1.0
     assert of_ranks(directory, "adaptive rate")[0]["metric.learning_rate"] != 3e-3
     assert of_ranks(directory, "divergence")[0]["unchanged"]
+    assert of_ranks(directory, "own noise")[0]["apart"]
 
 
 def same(a: Any, b: Any) -> bool:
@@ -173,6 +174,8 @@ def test_losing_a_process_ends_the_run_with_a_message_and_a_checkpoint(
         launcher.wait()
     path = checkpoint.latest(run_dir / "checkpoints")
     assert f"The last good checkpoint is {path}." in output.read_text()
+    assert "after a kill it is torchrun's 'Root Cause'" in output.read_text()
+    assert "Root Cause" in output.read_text().split("The last good checkpoint", 1)[1]
     assert "trainer.py" not in output.read_text()  # torchrun prints a traceback of its own, we print none
     iteration, steps = (checkpoint.load(path)[key] for key in ("iteration", "total_steps"))
     assert iteration >= 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,30 @@ def test_running_episodes_do_not_notice_that_others_are_reset() -> None:
         groups = [step.obs for step in steps]
         assert all(isinstance(group, TensorDict) for group in groups)
         torch.testing.assert_close(groups[0]["actor"][1], groups[1]["actor"][1])  # type: ignore[index]
+
+
+def test_history_and_command_errors_of_running_episodes_do_not_notice_it_either() -> None:
+    registry = import_module("mjlab.tasks.registry")
+
+    def make() -> LabSimulator:
+        cfg = registry.load_env_cfg(GO1.removeprefix("mjlab/"))
+        cfg.auto_reset, cfg.scene.num_envs, cfg.seed = False, 2, 0
+        cfg.observations["actor"].history_length, cfg.observations["actor"].enable_corruption = 3, False
+        del cfg.events["push_robot"]
+        return LabSimulator(import_module("mjlab.envs").ManagerBasedRlEnv(cfg=cfg, device="cpu"))
+
+    ending, alone = make(), make()
+    for simulator in (ending, alone):
+        simulator.reset(seed=0)
+    ending.wrapped.episode_length_buf[0] = ending.max_episode_length - 3
+    errors = [simulator.wrapped.command_manager.get_term("twist").metrics for simulator in (ending, alone)]
+    for t in range(5):
+        steps = [simulator.step(torch.full((2, 12), 0.1)) for simulator in (ending, alone)]
+        assert steps[0][2].tolist() == [t == 2, False]
+        torch.testing.assert_close(steps[0][0]["actor"][1], steps[1][0]["actor"][1])
+        for name, value in errors[1].items():
+            assert value[1] > 0.0
+            torch.testing.assert_close(errors[0][name][1], value[1])
 
 
 def test_with_auto_reset_the_successor_is_hidden_and_never_the_state_after_the_reset() -> None:

@@ -1,5 +1,6 @@
 """Every path computes the same; nothing in the hot loops waits for the device."""
 
+import random
 import time
 from typing import Any
 
@@ -63,6 +64,22 @@ def test_a_function_that_cannot_be_compiled_whole_still_runs() -> None:
     compiled = Compiled(halves, enabled=True, device=torch.device("cpu"))
     assert compiled(torch.full((4,), 2.0)).tolist() == [1.0] * 4
     assert compiled(torch.full((4,), 6.0)).tolist() == [3.0] * 4
+
+
+def test_what_is_compiled_has_another_name_in_every_run_of_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[float] = []
+
+    class Whole:
+        def aot_compile(self, _: Any) -> Any:
+            names.append(random.random())  # as PyTorch names what it keeps on disk
+            raise RuntimeError
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: Whole() if "fullgraph" in options else function)
+    for _ in range(2):
+        random.seed(0)
+        Compiled(torch.neg, enabled=True, device=torch.device("cpu"))(torch.ones(1))
+        assert random.random() == random.Random(0).random(), "the run's own random numbers go on as if nothing had been"
+    assert names[0] != names[1]
 
 
 def test_bf16_stays_near_full_precision() -> None:

@@ -161,7 +161,7 @@ def of_rank(content: dict[str, Any], rank: int, world_size: int, path: Path) -> 
     if len(peers) + 1 != world_size:
         changed = f"the checkpoint of {_processes(len(peers) + 1)} is resumed by {_processes(world_size)}"
     elif None in peers:
-        changed = "the checkpoint was saved when a process had been lost"
+        changed = "the checkpoint was saved by process 0 alone"
     if rank == 0:
         return {**content, CHANGED: changed}
     own = peers[rank - 1] if rank <= len(peers) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -13,6 +13,9 @@ from apexrl import distributed
 
 PATIENCE = 1.5
 """Seconds that SIGTERM leaves to the running iteration: who sends it kills soon after."""
+TORCHRUN_PATIENCE, TIME_TO_SAVE = 30.0, 10.0
+"""Seconds after which torchrun kills the processes that it has sent a signal to, unless told otherwise; and how long
+before that the first of them saves what there is."""
 
 
 class Abandoned(BaseException):
@@ -20,9 +23,14 @@ class Abandoned(BaseException):
 
 
 class StopRequest:
-    """Set by the first Ctrl-C or SIGTERM; a second Ctrl-C interrupts at once, a second SIGTERM ends the patience."""
+    """Set by the first Ctrl-C or SIGTERM; a second Ctrl-C interrupts at once, a second SIGTERM ends the patience.
 
-    def __init__(self) -> None:
+    Args:
+        save_in_time: called in another thread where processes learn together, shortly before torchrun kills them.
+    """
+
+    def __init__(self, save_in_time: Callable[[], None]) -> None:
+        self.save_in_time = save_in_time
         self.signal_number: int | None = None
         self._may_abandon = False
         self._timer: threading.Timer | None = None
@@ -57,12 +65,18 @@ class StopRequest:
                 raise Abandoned
             return
         self.signal_number = number
-        if number == signal.SIGTERM and self._timer is None:
+        if self._timer is not None:
+            return
+        if distributed.world_size() > 1:
+            self._timer = threading.Timer(TORCHRUN_PATIENCE - TIME_TO_SAVE, self.save_in_time)
+        elif number == signal.SIGTERM:
             # A thread cannot raise here, but a signal can, and it also ends the waiting for a worker.
             arguments = (threading.main_thread().ident, signal.SIGTERM)
             self._timer = threading.Timer(PATIENCE, signal.pthread_kill, arguments)
-            self._timer.daemon = True
-            self._timer.start()
+        else:
+            return
+        self._timer.daemon = True
+        self._timer.start()
 
     def close(self) -> None:
         """Send no more signals."""
@@ -72,9 +86,9 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signal() -> Iterator[StopRequest]:
-    """Turn Ctrl-C and SIGTERM into a request, while the block runs in the main thread."""
-    request = StopRequest()
+def stop_on_signal(save_in_time: Callable[[], None]) -> Iterator[StopRequest]:
+    """Turn Ctrl-C and SIGTERM into a request, while the block runs in the main thread; see ``StopRequest``."""
+    request = StopRequest(save_in_time)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
@@ -83,10 +97,12 @@ def stop_on_signal() -> Iterator[StopRequest]:
         is_first = request.signal_number is None
         request.set(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if not is_first:
+        if not is_first or not distributed.is_first():
             return
         # Not print: it fails when the signal comes in the middle of another print.
         more = b"; press Ctrl-C again to stop at once" if number == signal.SIGINT else b""
+        if distributed.world_size() > 1:
+            more = b"; torchrun waits 30 s for that, unless started with --shutdown-timeout SECONDS"
         with suppress(OSError):
             os.write(2, b"\nStopping after this iteration, to save" + more + b".\n")
 

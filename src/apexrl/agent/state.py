@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from apexrl.agent.schedule import TrainingConfig, env_seed
 from apexrl.algorithms.base import BaseAlgorithm
 from apexrl.collectors.base import BaseCollector
 from apexrl.envs import VecEnv
-from apexrl.errors import CheckpointError, EnvStateError
+from apexrl.errors import CheckpointError, EnvStateError, RunDirError
 from apexrl.loggers import ConsoleLogger, Logger
 from apexrl.policies.base import Policy
 
@@ -182,13 +183,13 @@ class ResumableTraining:
         self._snapshot = None
         expected = self._iteration_seconds[self._evaluates(self.iteration + 1)]
         too_dear = self._snapshot_seconds > SNAPSHOT_SHARE * expected
-        if self.save_dir is None or self._saved_iteration == self.iteration or distributed.world_size() > 1:
+        if self.save_dir is None or self._saved_iteration == self.iteration or not distributed.is_first():
             return
         if expected < SLOW_ITERATION or too_dear:
             return
         begin = time.monotonic()
         with self.collector.quiet():
-            content = self._content()
+            content = self._content() if distributed.world_size() == 1 else self._content_alone()
             if checkpoint.num_bytes(content) > MAX_SNAPSHOT_BYTES:
                 self._snapshot_seconds = math.inf
                 return
@@ -204,6 +205,13 @@ class ResumableTraining:
         checkpoint.save(self.save_dir / checkpoint.checkpoint_name(self.iteration), content)
         self._note_saved(self.save_dir)
 
+    def _save_in_time(self) -> None:
+        """Save what the running iteration began with, if that was kept; it goes on meanwhile, in another thread."""
+        content = self._snapshot
+        if content is not None and self.save_dir is not None:
+            with suppress(RunDirError):
+                checkpoint.save(self.save_dir / checkpoint.checkpoint_name(content["iteration"]), content)
+
     def _save_before_leaving(self) -> None:
         """Save after an exception, if that still makes sense and works; it must not hide what went wrong."""
         try:
@@ -216,11 +224,13 @@ class ResumableTraining:
         except Exception as error:
             self.tell(f"No checkpoint could be saved at iteration {self.iteration}: {error} {self._last_good()}")
 
+    def _content_alone(self) -> dict[str, Any]:
+        return {**self._content(), "env": None, checkpoint.PEERS: [None] * (distributed.world_size() - 1)}
+
     def _save_alone(self, save_dir: Path) -> None:
         """Save without the states of the other processes, which may be gone; whoever resumes starts new episodes."""
         with self.collector.quiet():
-            content = {**self._content(), "env": None, checkpoint.PEERS: [None] * (distributed.world_size() - 1)}
-            checkpoint.save(save_dir / checkpoint.checkpoint_name(self.iteration), content)
+            checkpoint.save(save_dir / checkpoint.checkpoint_name(self.iteration), self._content_alone())
 
     def _checkpoint_path(self, name: str | Path) -> Path:
         path = Path(name)

@@ -30,7 +30,7 @@ from apexrl.errors import ConfigError, DivergenceError, EnvError, RunDirError
 from apexrl.evaluation import EvaluationResult, evaluate, save_step_csvs
 from apexrl.graphs import Acceleration, Stopwatch
 from apexrl.loggers import Logger, append_json_line
-from apexrl.metrics import IDENTITY_FIELDS, Weighted, merged_to_host, training_log_names
+from apexrl.metrics import IDENTITY_FIELDS, Weighted, merged_collection, merged_to_host, training_log_names
 from apexrl.models.encoder import leaves
 from apexrl.policies.base import Policy
 from apexrl.rollout import LOG
@@ -92,7 +92,8 @@ class Trainer(ResumableTraining):
             raise ConfigError(f"log_interval must be at least 1, got {log_interval}.")
         env = as_vec_env(env)
         cfg = cfg or TrainingConfig()
-        distributed.equalize(policy.state_dict().values())
+        distributed.equalize(algorithm.initial_tensors())
+        distributed.seed_apart(cfg.seed)
         collector = collector or SyncCollector(
             env, algorithm.rollout_policy, keep=algorithm.required_keys, seed=env_seed(cfg.seed, env.num_envs)
         )
@@ -125,7 +126,7 @@ class Trainer(ResumableTraining):
         together, all call this; when one is lost, the others leave, and the first saves what it knows.
         """
         target = self.cfg.total_timesteps if total_timesteps is None else total_timesteps
-        with stop_on_signal() as stop:
+        with stop_on_signal(self._save_in_time) as stop:
             try:
                 self._teach_normalizer(target, stop)
                 while self._progress(target) < 1.0 and not stop.is_set_anywhere():
@@ -224,7 +225,7 @@ class Trainer(ResumableTraining):
         if evaluated:
             stats.update(_known(self.evaluate(self.cfg.eval_episodes).logs()))
         if evaluated or self.iteration % self.log_interval == 0:
-            stats.update(self.collector.metrics())
+            stats.update(merged_collection(self.collector.metrics()))
             for logger in self.loggers:
                 logger.log(stats)
             self.collector.episode_metrics.clear()

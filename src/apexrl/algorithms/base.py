@@ -51,6 +51,10 @@ class BaseAlgorithm(ABC):
         from there on; ``raise_if_diverged`` turns it into a report.
         """
 
+    def initial_tensors(self) -> list[Tensor]:
+        """Return what processes that learn together must begin with alike: the policy, and copies made of it."""
+        return list(self.policy.state_dict().values())
+
     def notice(self, batch: TensorDict) -> str | None:
         """Return what the user should know before the first update with batches like this one."""
         return None

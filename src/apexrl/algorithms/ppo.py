@@ -355,6 +355,11 @@ class PPO(BaseAlgorithm):
         scaler = {} if self.reward_scaler is None else dict(self.reward_scaler.state_dict())
         return {"optimizer": self.optimizer.state_dict(), "reward_scaler": scaler, "config": asdict(self.cfg)}
 
+    def without_own_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Leave out the returns of running episodes, which end here; the statistics are those of all processes."""
+        scaler = state["reward_scaler"]
+        return {**state, "reward_scaler": {**scaler, "running": scaler["running"][:0]} if scaler else {}}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
         self.optimizer.load_state_dict(state["optimizer"])

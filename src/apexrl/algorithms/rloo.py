@@ -216,6 +216,11 @@ class RLOO(BaseAlgorithm):
         samples: TensorDict = demonstrations.select(OBSERVATION, ACTION, VALID_STEPS, strict=False)
         self._demonstrations = samples.to(self.policy.device)
 
+    def initial_tensors(self) -> list[Tensor]:
+        """Return the policy, and the copy of it that training must not leave far behind."""
+        reference = [] if self.reference is None else list(self.reference.state_dict().values())
+        return [*super().initial_tensors(), *reference]
+
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Learn from one batch ``[T, E]``."""
         self.check_batch(rollout)

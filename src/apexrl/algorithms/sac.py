@@ -364,7 +364,7 @@ class SAC(BaseAlgorithm):
 
     def without_own_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Leave out the replay buffer, which holds the steps of one process."""
-        return {**state, "replay": {}}
+        return {**state, "replay": None if state["replay"] else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
@@ -379,11 +379,15 @@ class SAC(BaseAlgorithm):
                 for captured in self._captured.values():
                     captured.forget()
             self.replay.load_state_dict(state["replay"])
-        elif self._num_updates and not len(self.replay):
+        elif self._num_updates and not len(self.replay) and distributed.is_first():
+            why = (
+                "The checkpoint holds no replay buffer (algo.save_replay is false)"
+                if state["replay"] is not None
+                else "The replay buffers in the checkpoint are left out, because the processes are others than wrote it"
+            )
             warnings.warn(
-                "The checkpoint holds no replay buffer (algo.save_replay is false): learning goes on once "
-                f"{self.cfg.learning_starts:,} new steps are collected, so the run will differ from an uninterrupted "
-                "one.",
+                f"{why}: learning goes on once {self.cfg.learning_starts * distributed.world_size():,} new steps are "
+                "collected, so the run will differ from an uninterrupted one.",
                 stacklevel=2,
             )
 

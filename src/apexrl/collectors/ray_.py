@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -20,9 +18,7 @@ from apexrl.collectors.async_ import POLICY_VERSION
 from apexrl.collectors.base import BaseCollector
 from apexrl.collectors.ray_session import (
     Arrays,
-    RaySession,
     Weights,
-    first_line,
     join,
     load_weights,
     pack,
@@ -30,17 +26,15 @@ from apexrl.collectors.ray_session import (
     seed_everything,
     weights_of,
 )
+from apexrl.collectors.ray_workers import RayWorkers
 from apexrl.collectors.sync import SyncCollector, add_values
 from apexrl.envs.base import VecEnv
-from apexrl.errors import ConfigError, EnvError
+from apexrl.errors import ConfigError
 from apexrl.metrics import EpisodeMetrics, MetricSpec, aggregate_metrics, fold_episodes
 from apexrl.policies.base import Policy
 from apexrl.types import DONE, NEXT_OBSERVATION, REWARD, VALUE
 
-MAX_DEATHS = 3
-"""Workers in a row, in the same place, that may die without a rollout."""
-POLL_SECONDS = 0.2
-"""How long it may take to notice a dead worker while others still collect."""
+LOSS = "the rollout it was collecting is lost, and a new worker starts new episodes in its place."
 
 
 class RayCollector(BaseCollector):
@@ -91,42 +85,48 @@ class RayCollector(BaseCollector):
         worker_options: Mapping[str, Any] | None = None,
         on_message: Callable[[str], None] | None = None,
     ) -> None:
-        for name, value, least in (("num_workers", num_workers, 1), ("max_staleness", max_staleness, 0)):
-            if value < least:
-                raise ConfigError(f"RayCollector.{name} must be at least {least}, got {value}.")
-        if rollout_timeout <= 0:
-            raise ConfigError(f"RayCollector.rollout_timeout must be positive, got {rollout_timeout}.")
-        self.policy, self.max_staleness, self.rollout_timeout = policy, max_staleness, rollout_timeout
+        if max_staleness < 0:
+            raise ConfigError(f"RayCollector.max_staleness must be at least 0, got {max_staleness}.")
+        self._workers = RayWorkers(
+            _Worker,
+            num_workers,
+            timeout=rollout_timeout,
+            options=worker_options,
+            on_message=on_message,
+            owner="RayCollector",
+        )
+        self.policy, self.max_staleness = policy, max_staleness
         self.device = torch.device(device) if device is not None else policy.device
         self.wants_value = keep is None or VALUE in keep
         self.episode_metrics = EpisodeMetrics()
-        self.on_message = on_message or logging.getLogger("apexrl").warning
-        self._keep = None if keep is None else frozenset(keep)
-        self._options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **(worker_options or {}), "max_restarts": 0}
-        self._version, self._n_steps = -1, 0
-        self._lost = self._dropped = 0
+        self._version, self._n_steps, self._dropped = -1, 0, 0
         self._num_taken, self._age_sum, self._seconds_sum = 0, 0, 0.0
         """Of the rollouts handed out since ``metrics``."""
         self._failure: BaseException | None = None
         self._told_of_state = False
-        self._workers: list[_Place] = []
-        self._ray = RaySession(num_workers)
-        self._stop = weakref.finalize(self, self._ray.leave)
+        self._places = [_Place(index) for index in range(num_workers)]
         try:
-            self._factory = self._ray.put(make_env, "make_env")
-            self._policy = self._ray.put(portable(policy), "policy")
-            self._weights = self._policy  # until the first collect
-            self._workers += [_Place(index, self._new_actor()) for index in range(num_workers)]
-            self._describe()
+            factory, sent = self._put(make_env, "make_env"), self._put(portable(policy), "policy")
+            self._weights = sent  # until the first collect
+            self._describe(self._workers.start(factory, sent, None if keep is None else frozenset(keep)))
         except BaseException:
             self.close()
             raise
         self._plan_start(int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed)
 
     @property
+    def on_message(self) -> Callable[[str], None]:
+        """Told which workers die, and what else people should know."""
+        return self._workers.on_message
+
+    @on_message.setter
+    def on_message(self, tell: Callable[[str], None]) -> None:
+        self._workers.on_message = tell
+
+    @property
     def num_envs(self) -> int:
         """Environments of all workers together, N of the batch."""
-        return len(self._workers) * self._envs_per_worker
+        return len(self._places) * self._envs_per_worker
 
     def collect(self, n_steps: int, reset: bool = False) -> TensorDict:
         """Publish the weights and return a rollout ``[n_steps, N]`` of all workers; waits for it.
@@ -144,10 +144,10 @@ class RayCollector(BaseCollector):
             self._start_over()
         self._n_steps = n_steps
         self._version += 1
-        self._weights = self._ray.put(weights_of(self.policy), "weights")
-        for worker in self._workers:
-            while len(worker.orders) <= self.max_staleness:
-                self._order(worker)
+        self._weights = self._put(weights_of(self.policy), "weights")
+        for place in self._places:
+            while len(place.orders) <= self.max_staleness:
+                self._order(place)
         rollouts = self._take()
         self._num_taken += len(rollouts)
         self._age_sum += sum(self._version - rollout.version for rollout in rollouts)
@@ -167,7 +167,7 @@ class RayCollector(BaseCollector):
         ``collect/worker_seconds``: mean time that a worker took for one of them. ``collect/lost_rollouts`` and
         ``collect/dropped``: rollouts that died with their workers, and that were collected in vain, so far.
         """
-        numbers = {"collect/lost_rollouts": float(self._lost), "collect/dropped": float(self._dropped)}
+        numbers = {"collect/lost_rollouts": float(self._workers.lost), "collect/dropped": float(self._dropped)}
         if self._num_taken:
             numbers["collect/staleness"] = self._age_sum / self._num_taken
             numbers["collect/worker_seconds"] = self._seconds_sum / self._num_taken
@@ -180,9 +180,11 @@ class RayCollector(BaseCollector):
             self._raise_if_over()
             self._drop_all()
             self.policy = policy
-            self._policy = self._ray.put(portable(policy), "policy")
-            for worker in self._workers:
-                worker.actor.follow.remote(self._policy)
+            factory, _, keep = self._workers.arguments
+            sent = self._put(portable(policy), "policy")
+            self._workers.arguments = factory, sent, keep
+            for actor in self._workers.actors:
+                actor.follow.remote(sent)
 
     def restart(self, seed: int) -> None:
         """Forget what was ordered ahead; the next call of ``collect`` starts new episodes from a seed."""
@@ -199,44 +201,32 @@ class RayCollector(BaseCollector):
             "carry": {},  # as other collectors have it, which start new episodes then
             "episode_metrics": {**self.episode_metrics.state_dict(), "unfinished": {}},
             "version": self._version,
-            "num_starts": max(worker.num_starts for worker in self._workers),
+            "num_starts": max(place.num_starts for place in self._places),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``, or that of another collector; every worker starts episodes that are new."""
         self._raise_if_over()
+        if state.get("version", 0) >= 0:
+            self.on_message("Ray workers start new episodes, so this run will differ from an uninterrupted one.")
         self._drop_all()
         self.episode_metrics.load_state_dict(state["episode_metrics"], torch.device("cpu"))
         self._version = state.get("version", -1)
-        for worker in self._workers:
-            worker.num_starts = state.get("num_starts", worker.num_starts)
+        for place in self._places:
+            place.num_starts = state.get("num_starts", place.num_starts)
         self._start_over()
 
     def close(self) -> None:
         """End the workers, also in the middle of a rollout."""
-        for worker in self._workers if self._stop.alive else ():
-            self._ray.kill(worker.actor)
-        self._stop()
+        self._workers.close()
 
     # Orders
 
-    def _new_actor(self) -> Any:
-        make = self._ray.remote(_Worker).options(**self._options)
-        return make.remote(self._factory, self._policy, self._keep)
+    def _put(self, value: Any, name: str) -> Any:
+        return self._workers.ray.put(value, name)
 
-    def _describe(self) -> None:
-        """Learn what the environments are, and wait until every worker has made its own."""
-        refs = [worker.actor.describe.remote() for worker in self._workers]
-        ready, late = self._ray.wait(refs, num_returns=len(refs), timeout=self.rollout_timeout)
-        if late:
-            raise EnvError(
-                f"Only {len(ready)} of {len(refs)} Ray workers started within {self.rollout_timeout:g} s; Ray has "
-                f"{self._ray.num_cpus:g} CPUs. Use fewer workers, or a larger cluster."
-            )
-        try:
-            found = self._ray.get(refs)
-        except self._ray.lost_errors as error:
-            raise EnvError(f"A Ray worker died while it started: {first_line(error)}") from error
+    def _describe(self, found: list[_Description]) -> None:
+        """Learn what the environments are."""
         if len({description.num_envs for description in found}) > 1:
             raise ConfigError(f"make_env must always make the same number, got {[d.num_envs for d in found]}.")
         self._envs_per_worker: int = found[0].num_envs
@@ -249,87 +239,60 @@ class RayCollector(BaseCollector):
 
     def _plan_start(self, seed: int) -> None:
         self.seed = seed
-        for worker in self._workers:
-            worker.num_starts = 0
+        for place in self._places:
+            place.num_starts = 0
         self._start_over()
 
     def _start_over(self) -> None:
         """Let every worker start new episodes with its next rollout."""
         self.episode_metrics.restart()
-        for worker in self._workers:
-            worker.starts_over = True
+        for place in self._places:
+            place.starts_over = True
 
-    def _order(self, worker: _Place) -> None:
+    def _order(self, place: _Place) -> None:
         seed = None
-        if worker.starts_over:
+        if place.starts_over:
             assert self.seed is not None
-            seed = _worker_seed(self.seed, worker.index, worker.num_starts)
-            worker.starts_over = False
-            worker.num_starts += 1
-        ref = worker.actor.collect.remote(self._n_steps, self._version, self._weights, seed)
-        worker.orders.append(_Order(ref, self._version))
+            seed = _worker_seed(self.seed, place.index, place.num_starts)
+            place.starts_over = False
+            place.num_starts += 1
+        ref = self._workers.actors[place.index].collect.remote(self._n_steps, self._version, self._weights, seed)
+        place.orders.append(_Order(ref, self._version))
 
     def _oldest_order(self) -> int:
-        return min((worker.orders[0].version for worker in self._workers if worker.orders), default=self._version)
+        return min((place.orders[0].version for place in self._places if place.orders), default=self._version)
 
     def _take(self) -> list[_Rollout]:
         """Wait for the oldest order of every worker, and replace workers that die meanwhile."""
-        found: dict[int, _Rollout] = {}
-        since = dict.fromkeys(range(len(self._workers)), time.monotonic())
-        while len(found) < len(self._workers):
-            missing = {w.orders[0].ref: w for w in self._workers if w.index not in found}
-            ready, late = self._ray.wait(list(missing), num_returns=len(missing), timeout=POLL_SECONDS)
-            for ref in ready:
-                worker = missing[ref]
-                try:
-                    found[worker.index] = self._ray.get(ref)
-                except self._ray.lost_errors as error:
-                    self._replace(worker, f"died ({first_line(error)})")
-                    since[worker.index] = time.monotonic()
-                except Exception as error:
-                    error.add_note(f"Raised in Ray worker {worker.index}.")
-                    self._failure = error
-                    raise
-            for worker in (missing[ref] for ref in late):
-                if time.monotonic() - since[worker.index] > self.rollout_timeout:
-                    self._replace(worker, f"gave no rollout for {self.rollout_timeout:g} s")
-                    since[worker.index] = time.monotonic()
-        for worker in self._workers:
-            worker.orders.popleft()
-            worker.deaths = 0
-        return [found[worker.index] for worker in self._workers]
+        refs = {place.index: place.orders[0].ref for place in self._places}
+        try:
+            found = self._workers.gather(refs, self._order_again, LOSS)
+        except Exception as error:
+            self._failure = error
+            raise
+        for place in self._places:
+            place.orders.popleft()
+        return [found[place.index] for place in self._places]
 
-    def _replace(self, worker: _Place, what: str) -> None:
-        self._lost += 1
-        worker.deaths += 1
-        if worker.deaths > MAX_DEATHS:
-            raise EnvError(
-                f"Ray worker {worker.index} {what}, as did the {MAX_DEATHS} before it in this place. "
-                "Look into the messages of the simulator, or give each worker more memory or fewer environments."
-            )
-        self.on_message(
-            f"Ray worker {worker.index} {what}: the rollout it was collecting is lost, and a new worker starts new "
-            "episodes in its place."
-        )
-        self._ray.kill(worker.actor)
-        worker.actor = self._new_actor()
-        self._cut(slice(worker.index * self._envs_per_worker, (worker.index + 1) * self._envs_per_worker))
-        worker.starts_over = True
-        # Those that had not begun are ordered again, with the newest weights.
-        num_orders = len(worker.orders)
-        worker.orders.clear()
+    def _order_again(self, index: int) -> Any:
+        """Order from a new worker what was ordered from the lost one, with the newest weights."""
+        place = self._places[index]
+        self._cut(slice(index * self._envs_per_worker, (index + 1) * self._envs_per_worker))
+        place.starts_over = True
+        num_orders = len(place.orders)
+        place.orders.clear()
         for _ in range(num_orders):
-            self._order(worker)
+            self._order(place)
+        return place.orders[0].ref
 
     def _drop_all(self) -> None:
         """Wait for what was ordered ahead; only its episodes count."""
-        while any(worker.orders for worker in self._workers):
-            self._dropped += len(self._workers)
+        while any(place.orders for place in self._places):
+            self._dropped += len(self._places)
             self._fold(self._take())
 
     def _raise_if_over(self) -> None:
-        if not self._stop.alive:
-            raise EnvError("The RayCollector is closed.")
+        self._workers.require_open()
         if self._failure is not None:
             raise self._failure
 
@@ -366,15 +329,12 @@ class _Place:
     """One of the workers, whichever actor it is now."""
 
     index: int
-    actor: Any
     orders: deque[_Order] = field(default_factory=deque)
     """Oldest first; an actor takes them one after another."""
     num_starts: int = 0
     """Times that it started new episodes, each from another seed."""
     starts_over: bool = True
     """Whether the next order starts new episodes."""
-    deaths: int = 0
-    """Since the last rollout."""
 
 
 class _Description(NamedTuple):

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import socket
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -77,10 +78,16 @@ class RaySession:
         )
         RaySession._started_here = True
 
-    @property
-    def num_cpus(self) -> float:
-        """CPUs of the cluster."""
-        return float(self._ray.cluster_resources().get("CPU", 0))
+    def room(self, options: Mapping[str, Any]) -> str:
+        """Say what each actor with these options needs, and what the cluster has of it."""
+        needs = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), **options.get("resources", {})}
+        total, free = self._ray.cluster_resources(), self._ray.available_resources()
+        parts = [
+            f"{number:g} {name} ({free.get(name, 0):g} of {total.get(name, 0):g} free)"
+            for name, number in needs.items()
+            if number
+        ]
+        return f"Each needs {' and '.join(parts)}."
 
     def put(self, value: Any, name: str) -> Any:
         """Put a value into the object store, once for all workers."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,24 +12,19 @@ from tensordict import TensorDict
 
 from apexrl.collectors.ray_session import (
     Arrays,
-    RaySession,
     Weights,
-    first_line,
     load_weights,
     pack,
     portable,
     seed_everything,
     weights_of,
 )
+from apexrl.collectors.ray_workers import RayWorkers
 from apexrl.collectors.suite_runner import EPISODE_ID, SuiteRunner
 from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.envs.suites.base import InitState
-from apexrl.errors import ConfigError, EnvError
 from apexrl.policies.base import Policy
 from apexrl.types import DONE, METRIC, VALID
-
-MAX_DEATHS = 3
-"""Workers that may die, in the same place, over one call."""
 
 
 class RaySuiteRunner(SuiteRunner):
@@ -43,11 +36,16 @@ class RaySuiteRunner(SuiteRunner):
 
     Args:
         make_env: makes the environments of one worker; must be picklable. It is also called here, for what there is
-            to know of the suite; no simulator runs here, but for ``run_episodes`` with environments of its own.
+            to know of the suite; no simulator runs here, but in other environments that ``run_episodes`` is given.
         policy: its current weights act.
         num_workers: actors.
+        rollout_timeout: seconds that a worker may take for its episodes of one call before it is replaced.
         worker_options: what Ray should know of an actor, such as ``num_cpus`` (1 when not given) or ``num_gpus``.
         on_message: told which workers die; the log when not given.
+
+    Raises:
+        ConfigError: when Ray is not installed or not there, or an option is impossible.
+        EnvError: when the workers do not start.
     """
 
     def __init__(
@@ -56,21 +54,47 @@ class RaySuiteRunner(SuiteRunner):
         policy: Policy,
         *,
         num_workers: int = 2,
+        rollout_timeout: float = 3600.0,
         worker_options: Mapping[str, Any] | None = None,
         on_message: Callable[[str], None] | None = None,
     ) -> None:
-        if num_workers < 1:
-            raise ConfigError(f"RaySuiteRunner.num_workers must be at least 1, got {num_workers}.")
-        super().__init__(make_env(), policy)
-        self.on_message = on_message or logging.getLogger("apexrl").warning
-        self.lost_rollouts = 0
-        """Times that a worker died with the episodes it was running."""
-        self._options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **(worker_options or {}), "max_restarts": 0}
-        self._ray = RaySession(num_workers)
-        self._stop = weakref.finalize(self, self._ray.leave)
-        self._factory = self._ray.put(make_env, "make_env")
-        self._sent: tuple[Policy, Any] = policy, self._ray.put(portable(policy), "policy")
-        self._actors = [self._new_actor() for _ in range(num_workers)]
+        self._workers = RayWorkers(
+            _SuiteWorker,
+            num_workers,
+            timeout=rollout_timeout,
+            options=worker_options,
+            on_message=on_message,
+            owner="RaySuiteRunner",
+        )
+        try:
+            super().__init__(make_env(), policy)
+            self.on_message = on_message or self.on_message
+            factory = self._workers.ray.put(make_env, "make_env")
+            self._sent = policy
+            self._num_envs: int = sum(self._workers.start(factory, self._workers.ray.put(portable(policy), "policy")))
+        except BaseException:
+            self.close()
+            raise
+        self._created, self._seconds_creating = 0, 0.0
+
+    @property
+    def num_envs(self) -> int:
+        """Environments of all workers together."""
+        return self._num_envs
+
+    @property
+    def created(self) -> int:
+        """Simulators that the workers made so far."""
+        return self._created
+
+    @property
+    def seconds_creating(self) -> float:
+        """Time that making them took, of all workers together."""
+        return self._seconds_creating
+
+    def metrics(self) -> dict[str, float]:
+        """Return how often a worker died or hung with the episodes it was running, so far."""
+        return {"collect/lost_rollouts": float(self._workers.lost)}
 
     @torch.no_grad()
     def run_episodes(
@@ -81,60 +105,42 @@ class RaySuiteRunner(SuiteRunner):
         deterministic: bool = False,
         env: SuiteVecEnv | None = None,
     ) -> TensorDict:
-        """Run every episode to its end, as ``SuiteRunner`` does; with ``env``, in those environments and here.
+        """Run every episode to its end, as ``SuiteRunner`` does; with other environments, in those and here.
 
         Raises:
             EnvError: when workers die again and again.
         """
-        if env is not None:
+        if env is not None and env is not self.env:
             return super().run_episodes(episodes, keep=keep, deterministic=deterministic, env=env)
-        if self.policy is not self._sent[0]:
-            self._sent = self.policy, self._ray.put(portable(self.policy), "policy")
-            for actor in self._actors:
-                actor.follow.remote(self._sent[1])
-        weights = self._ray.put(weights_of(self.policy), "weights")
+        workers = self._workers
+        workers.require_open()
+        workers.on_message = self.on_message
+        if self.policy is not self._sent:
+            self._sent = self.policy
+            workers.arguments = workers.arguments[0], workers.ray.put(portable(self.policy), "policy")
+            for actor in workers.actors:
+                actor.follow.remote(workers.arguments[1])
+        weights = workers.ray.put(weights_of(self.policy), "weights")
+        size = len(workers.actors)
         calls = []
-        for index in range(min(len(self._actors), len(episodes))):
+        for index in range(min(size, len(episodes))):
             seed = int(torch.randint(2**31 - 1, ()))
-            part = list(episodes[index :: len(self._actors)])
+            part = list(episodes[index::size])
             calls.append((part, None if keep is None else frozenset(keep), deterministic, weights, seed))
-        return self._join(self._run(calls), len(episodes)).to(self.env.device)
+
+        def order(index: int) -> Any:
+            return workers.actors[index].run.remote(*calls[index])
+
+        refs = {index: order(index) for index in range(len(calls))}
+        found = workers.gather(refs, order, "its episodes are run again in a new one.")
+        parts: list[_Episodes] = [found[index] for index in range(len(calls))]
+        self._created += sum(part.created for part in parts)
+        self._seconds_creating += sum(part.seconds_creating for part in parts)
+        return self._join([part.arrays for part in parts], len(episodes)).to(self.env.device)
 
     def close(self) -> None:
         """End the workers."""
-        for actor in self._actors if self._stop.alive else ():
-            self._ray.kill(actor)
-        self._stop()
-
-    def _new_actor(self) -> Any:
-        return self._ray.remote(_SuiteWorker).options(**self._options).remote(self._factory, self._sent[1])
-
-    def _run(self, calls: list[tuple[Any, ...]]) -> list[Arrays]:
-        """Let worker ``i`` do call ``i``, again in a new worker where one dies."""
-        refs = [actor.run.remote(*call) for actor, call in zip(self._actors, calls, strict=False)]
-        index_of = {ref: index for index, ref in enumerate(refs)}
-        found: dict[int, Arrays] = {}
-        deaths = [0] * len(calls)
-        while index_of:
-            (ref, *_), _ = self._ray.wait(list(index_of), num_returns=1)
-            index = index_of.pop(ref)
-            try:
-                found[index] = self._ray.get(ref)
-            except self._ray.lost_errors as error:
-                self.lost_rollouts += 1
-                deaths[index] += 1
-                if deaths[index] > MAX_DEATHS:
-                    raise EnvError(
-                        f"{deaths[index]} Ray workers died one after another over the same episodes. "
-                        "Look into the messages of the simulator, or give each worker more memory."
-                    ) from error
-                self.on_message(
-                    f"Ray worker {index} died ({first_line(error)}): its {len(calls[index][0])} episodes are run again."
-                )
-                self._ray.kill(self._actors[index])
-                self._actors[index] = self._new_actor()
-                index_of[self._actors[index].run.remote(*calls[index])] = index
-        return [found[index] for index in range(len(calls))]
+        self._workers.close()
 
     def _join(self, parts: list[Arrays], num_episodes: int) -> TensorDict:
         """Put the episodes back into their columns, padded with zeros to the length of the longest."""
@@ -143,11 +149,18 @@ class RaySuiteRunner(SuiteRunner):
         for key, first in parts[0].items():
             column = np.zeros((T, num_episodes, *first.shape[2:]), first.dtype)
             for index, part in enumerate(parts):
-                column[: part[key].shape[0], index :: len(self._actors)] = part[key]
+                column[: part[key].shape[0], index :: len(self._workers.actors)] = part[key]
             batch[key] = torch.from_numpy(column)
         # Each worker numbers its own.
         batch[METRIC, EPISODE_ID] = torch.arange(float(num_episodes)).view(1, -1, 1) * batch[VALID]
         return batch
+
+
+class _Episodes(NamedTuple):
+    arrays: Arrays
+    created: int
+    """Simulators that were made for them."""
+    seconds_creating: float
 
 
 class _SuiteWorker:
@@ -156,12 +169,20 @@ class _SuiteWorker:
     def __init__(self, make_env: Callable[[], SuiteVecEnv], policy: Policy) -> None:
         torch.set_num_threads(1)
         self.make_env, self.policy = make_env, copy.deepcopy(policy)
-        self.runner: SuiteRunner | None = None
+        self.made: SuiteRunner | None = None
+
+    @property
+    def runner(self) -> SuiteRunner:
+        # Made by the first call, not with the actor: what make_env raises then reaches the caller as it is.
+        if self.made is None:
+            self.made = SuiteRunner(self.make_env(), self.policy)
+        return self.made
+
+    def describe(self) -> int:
+        return self.runner.num_envs
 
     def follow(self, policy: Policy) -> None:
-        self.policy = copy.deepcopy(policy)
-        if self.runner is not None:
-            self.runner.policy = self.policy
+        self.policy = self.runner.policy = copy.deepcopy(policy)
 
     def run(
         self,
@@ -170,9 +191,10 @@ class _SuiteWorker:
         deterministic: bool,
         weights: Weights,
         seed: int,
-    ) -> Arrays:
-        if self.runner is None:
-            self.runner = SuiteRunner(self.make_env(), self.policy)
+    ) -> _Episodes:
+        runner = self.runner
+        before = runner.created, runner.seconds_creating
         load_weights(self.policy, weights)
         seed_everything(seed)
-        return pack(self.runner.run_episodes(episodes, keep=keep, deterministic=deterministic))
+        arrays = pack(runner.run_episodes(episodes, keep=keep, deterministic=deterministic))
+        return _Episodes(arrays, runner.created - before[0], runner.seconds_creating - before[1])

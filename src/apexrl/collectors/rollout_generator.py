@@ -139,7 +139,9 @@ class RolloutGenerator(BaseCollector):
         self.oversample = oversample if enable_dynamic_sampling else 1.0
         self.max_attempts, self.max_groups = max_attempts, max_groups or num_envs
         self.keep = keep
-        self.on_message = on_message or logging.getLogger("apexrl").info
+        self._on_message: Callable[[str], None] = logging.getLogger("apexrl").info
+        if on_message is not None:
+            self.on_message = on_message
         self.stats = (
             RolloutStats(rollout_stats_path, skip_threshold=rollout_skip_threshold)
             if enable_rollout_stats_tracking
@@ -163,6 +165,15 @@ class RolloutGenerator(BaseCollector):
         """By their hash."""
 
     @property
+    def on_message(self) -> Callable[[str], None]:
+        """Told which states are skipped and dropped, and what else people should know; setting it sets the runner's."""
+        return self._on_message
+
+    @on_message.setter
+    def on_message(self, tell: Callable[[str], None]) -> None:
+        self._on_message = self.env_runner.on_message = tell
+
+    @property
     def policy(self) -> Policy:
         """Its current weights act."""
         return self.env_runner.policy
@@ -179,7 +190,7 @@ class RolloutGenerator(BaseCollector):
             EnvError: when the environments lose every episode.
         """
         self.policy.eval()
-        before = time.perf_counter(), self.env.created, self.env.seconds_creating
+        before = time.perf_counter(), self.env_runner.created, self.env_runner.seconds_creating
         counts = self._counts = Counter()
         mixed: list[_Group] = []
         uniform: list[_Group] = []
@@ -200,8 +211,8 @@ class RolloutGenerator(BaseCollector):
         groups = (mixed or uniform)[: self.max_groups]
         self._origins = [(group.draw, success) for group in groups for success in group.successes]
         self._seconds = time.perf_counter() - before[0]
-        self._seconds_creating = self.env.seconds_creating - before[2]
-        counts["envs_created"] = self.env.created - before[1]
+        self._seconds_creating = self.env_runner.seconds_creating - before[2]
+        counts["envs_created"] = self.env_runner.created - before[1]
         counts["envs_reused"] = max(0, counts["episodes"] - counts["envs_created"])
         self._tell_outcome(len(groups), is_mixed=bool(mixed))
         batch = join_groups([group.steps for group in groups]).to(self.device)
@@ -247,13 +258,15 @@ class RolloutGenerator(BaseCollector):
         """Return numbers of the last collection.
 
         Groups wanted, valid (useful ones that were found) and dropped, states skipped, episodes run and lost,
-        attempts, control steps and their rate, simulators made, the seconds that took, and episodes that needed none.
+        attempts, control steps and their rate, simulators made, the seconds that took, episodes that needed none,
+        and what the runner adds.
         """
         return {
             "collect/groups_wanted": float(self.num_envs),
             **{f"collect/{name}": float(self._counts[name]) for name in COUNTS},
             "collect/control_steps_per_second": self._counts["control_steps"] / max(self._seconds, 1e-9),
             "collect/seconds_creating_envs": self._seconds_creating,
+            **self.env_runner.metrics(),
         }
 
     def follow(self, policy: Policy) -> None:
@@ -264,6 +277,10 @@ class RolloutGenerator(BaseCollector):
         """Draw init states in another order from here on."""
         if isinstance(self.init_state_dataloader, InitStateSampler):
             self.init_state_dataloader.restart(seed)
+
+    def close(self) -> None:
+        """End what the runner has in the background; the environments stay open."""
+        self.env_runner.close()
 
     def cleanup(self) -> None:
         """Close the environments. The generator cannot be used afterwards."""

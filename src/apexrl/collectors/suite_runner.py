@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,11 +35,36 @@ class SuiteRunner:
 
     def __init__(self, env: SuiteVecEnv, policy: Policy) -> None:
         self.env, self.policy = env, policy
+        self.on_message: Callable[[str], None] = logging.getLogger("apexrl").warning
+        """Told what people should know."""
 
     @property
     def suite(self) -> TaskSuite:
         """The tasks."""
         return self.env.suite
+
+    @property
+    def num_envs(self) -> int:
+        """Environments that run at once."""
+        return self.env.num_envs
+
+    @property
+    def created(self) -> int:
+        """Simulators made so far."""
+        return self.env.created
+
+    @property
+    def seconds_creating(self) -> float:
+        """Time that making them took, all together."""
+        return self.env.seconds_creating
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers about how the episodes are run, by their full log names."""
+        return {}
+
+    def close(self) -> None:
+        """End what runs in the background; the environments stay open."""
+        return
 
     def create_parallel_envs(self, task_name: str) -> CreatedEnv:
         """Return the environments of a task. Their workers make a simulator when a task first needs it, and keep it.
@@ -51,7 +77,7 @@ class SuiteRunner:
                 f"task.task_names_to_use: '{self.suite.name}' has no task '{task_name}'."
                 + did_you_mean(task_name, self.suite.task_names)
             )
-        return self.env, list(self.suite.task_names).index(task_name), self.env.num_envs
+        return self.env, list(self.suite.task_names).index(task_name), self.num_envs
 
     def run_policy_in_env(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         assert trainer.run_dir is not None
         run_dir = trainer.run_dir
         console.message(f"Training {config.task.id} with {config.algo.name} in {run_dir}")
+    _switch_evaluation_off(trainer)
     try:
         trainer.learn()
         console.close()
@@ -98,6 +100,14 @@ def _check_same_run(asked: Config, source: str, run_dir: Path) -> None:
             f"--resume {run_dir} trains {stored.task.id} with {stored.algo.name}, but '{source}' is {asked.task.id} "
             f"with {asked.algo.name}; leave '{source}' out."
         )
+
+
+def _switch_evaluation_off(trainer: Trainer) -> None:
+    """Say before the training, not after it, that there will be no environments to evaluate in."""
+    evaluates = trainer.cfg.eval_interval or trainer.cfg.final_eval_episodes
+    if evaluates and trainer.eval_env is None and not trainer.env.can_spawn:
+        trainer.cfg = replace(trainer.cfg, eval_interval=0, final_eval_episodes=0)
+        trainer.tell("The simulator holds one environment a process: there is no evaluation in this run.")
 
 
 def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:

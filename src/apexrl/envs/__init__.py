@@ -93,6 +93,11 @@ def make_env(
     if simulator in SIMULATORS:
         return SIMULATORS[simulator](name, num_envs, device=device, **kwargs)
     if find_gym_id(id) is None:
-        hint = did_you_mean(id, [*TASKS, *fast, *gym.registry])
-        raise EnvError(f"There is no environment {id!r}.{hint} Tasks of the package: {', '.join(sorted(TASKS))}.")
+        there = [f"{space}/{name}" for space in SIMULATORS if name]  # if such a simulator has it
+        hint = did_you_mean(id, [*TASKS, *fast, *gym.registry, *there])
+        others = ", ".join(f"{space}/NAME" for space in ("mujoco", *SIMULATORS))
+        raise EnvError(
+            f"There is no environment {id!r}.{hint} Tasks of the package: {', '.join(sorted(TASKS))}. "
+            f"Tasks of simulators: {others}."
+        )
     return GymVecEnv(gym_make_fns(id, num_envs, **kwargs), num_workers=num_workers, device=device)

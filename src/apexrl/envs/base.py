@@ -44,6 +44,8 @@ class VecEnv(ABC):
     """Random generators that a capturable ``step`` draws from."""
     gives_final_obs: bool = True
     """False when the simulator hides the successor of an ended episode; the user is then warned once."""
+    can_spawn: bool = True
+    """False when it is known that ``spawn`` cannot make others in this process."""
 
     task_names: Sequence[str] = ()
     """When there are several tasks; a metric ``task_id`` then numbers them."""

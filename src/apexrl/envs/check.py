@@ -18,9 +18,12 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from apexrl.envs.base import SeededVecEnv, VecEnv
+from apexrl.errors import EnvError
 from apexrl.metrics import RESERVED_NAMES
 from apexrl.types import EnvStep, Observation
 
+_BOUND_TOLERANCE = 1e-4
+"""How far an observation may leave its Box by rounding, relative to a bound above 1."""
 _STATE_STEPS = 20
 """Steps that are repeated after ``load_state_dict``, and in other environments after ``reset_each``."""
 
@@ -49,6 +52,7 @@ def check_env(env: VecEnv, num_steps: int = 200, seed: int = 0) -> list[str]:
         check.repeats(first, seed, actions)
         check.restores(actions[:_STATE_STEPS])
         check.own_seeds(seed, actions[:_STATE_STEPS])
+        check.spawns()
     except Exception as error:
         check.add(f"{type(error).__name__} was raised: {error}")
     return list(check.problems)
@@ -104,6 +108,18 @@ def _space_leaves(space: Any, name: str) -> dict[str, spaces.Box]:
     return {name: space}
 
 
+def _outside(x: Tensor, space: spaces.Box) -> str | None:
+    """Name the value that is farthest outside its bounds, beyond rounding; infinite bounds are none."""
+    low, high = (torch.as_tensor(bound, dtype=torch.float64).reshape(-1) for bound in (space.low, space.high))
+    values = x.detach().cpu().double().reshape(-1, len(low))
+    slack = [_BOUND_TOLERANCE * bound.abs().clamp(min=1.0).nan_to_num(posinf=0.0) for bound in (low, high)]
+    excess = torch.maximum(low - slack[0] - values, values - high - slack[1]).nan_to_num(neginf=-1.0)
+    row, place = divmod(int(excess.argmax()), len(low))
+    if excess[row, place] <= 0:
+        return None
+    return f"{values[row, place]:.6g} at place {place} is not in [{low[place]:.6g}, {high[place]:.6g}]"
+
+
 def _copy(obs: Observation) -> list[Tensor]:
     return [leaf.clone() for leaf in _leaves(obs, "").values()]
 
@@ -137,6 +153,8 @@ class _Check:
     """``[N]`` steps of the running episodes."""
     lengths: list[list[int]] = field(init=False)
     """For each environment, the lengths of its ended episodes."""
+    cut_lengths: list[int] = field(default_factory=list)
+    """Of all that were truncated."""
     final_is_reset: list[bool] = field(default_factory=list)
     """For each ended episode, whether ``final_obs`` was the same as ``obs``."""
     observations_differ: bool = False
@@ -195,6 +213,9 @@ class _Check:
             good &= self.tensor(found[path], f"{path} of {where}", (self.env.num_envs, *space.shape), dtype)
             if isinstance(found[path], Tensor) and not found[path].isfinite().all():
                 self.add(f"{path} of {where} has values that are not finite.")
+            told = any(problem.startswith(f"{path} leaves its Box") for problem in self.problems)
+            if good and not told and (outside := _outside(found[path], space)):
+                self.add(f"{path} leaves its Box: {outside}.")
         return good
 
     def step(self, step: EnvStep) -> None:
@@ -218,6 +239,7 @@ class _Check:
             self.add(f"An episode went on after max_episode_steps ({limit}) without being truncated.")
         for i in ended.nonzero().flatten().tolist():
             self.lengths[i].append(int(self.length[i]))
+        self.cut_lengths += self.length[step.truncated.squeeze(1).cpu()].tolist()
         self.length[ended] = 0
         if ended.any() and self.env.gives_final_obs:
             self.final_observation(step, ended)
@@ -266,6 +288,10 @@ class _Check:
                 self.add(f"The metric {name!r} is declared in metric_specs but never reported.")
         if self.final_is_reset and all(self.final_is_reset) and self.observations_differ:
             self.add("final_obs is the same as obs wherever an episode ended; it must be the one before the reset.")
+        limit, cut = self.env.max_episode_steps, self.cut_lengths
+        # A single one may have another reason, such as a worker that died.
+        if limit is not None and len(cut) > 1 and len(set(cut)) == 1 and cut[0] < limit:
+            self.add(f"Episodes are truncated after {cut[0]} steps, before max_episode_steps ({limit}).")
         for lengths in self.lengths:
             if len(lengths) > 3 and lengths[0] > 1 and all(length == 1 for length in lengths[1:]):
                 self.add("After its first end every episode ends at its first step: an ended one is not reset.")
@@ -313,3 +339,14 @@ class _Check:
         again += [_copy_step(subject.step(action.flip(0))) for action in actions]
         if not all(_same(a, [x.flip(0) for x in b]) for a, b in zip(trace, again, strict=True)):
             self.add("The same seed of reset_each and actions gave another result in another environment.")
+
+    def spawns(self) -> None:
+        """Make other environments, where that is possible."""
+        try:
+            other = self.env.spawn(1)
+        except EnvError:
+            return
+        if other is self.env:
+            self.add("spawn returned the environment itself; it must make others, or raise EnvError.")
+        else:
+            other.close()

@@ -69,7 +69,7 @@ class LabSimulator:
             outcome["time_outs"] = truncated & ~terminated
         if self.gives_final_obs and done.any():
             outcome["final_observation"] = obs = obs.clone()
-            fresh, extras = self.wrapped.unwrapped.reset(env_ids=done.nonzero().flatten())
+            fresh, extras = self._reset_ended(done)
             # The rows of running episodes may have got new noise.
             obs = self._groups(fresh).where(done, obs)
         self._obs = obs
@@ -83,6 +83,18 @@ class LabSimulator:
     def close(self) -> None:
         """Close the environment."""
         self.wrapped.close()
+
+    def _reset_ended(self, done: Tensor) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Reset some environments; for the others nothing has happened."""
+        inner = self.wrapped.unwrapped
+        terms = [inner.command_manager.get_term(name) for name in inner.command_manager.active_terms]
+        # mjlab adds the error of following a command once more for every environment, also where none was reset.
+        before = [{name: value.clone() for name, value in term.metrics.items()} for term in terms]
+        fresh, extras = inner.reset(env_ids=done.nonzero().flatten())
+        for term, metrics in zip(terms, before, strict=True):
+            for name, value in metrics.items():
+                term.metrics[name][~done] = value[~done]
+        return fresh, extras
 
     def _groups(self, obs: Mapping[str, Any]) -> TensorDict:
         return TensorDict(dict(obs), batch_size=[self.num_envs], device=self.device)
@@ -141,7 +153,9 @@ def make_isaaclab(id: str, num_envs: int = 1, *, device: torch.device | str = "c
     parse = load_simulator("isaaclab_tasks.utils", _INSTALL_ISAACLAB).parse_env_cfg
     cfg = parse(id, device=str(device), num_envs=num_envs)
     _set_fields(cfg, fields, id)
-    return RslVecEnv(LabSimulator(gym.make(id, cfg=cfg)), make=_only_one)
+    env = RslVecEnv(LabSimulator(gym.make(id, cfg=cfg)), make=_only_one)
+    env.can_spawn = False
+    return env
 
 
 @functools.cache
@@ -151,7 +165,7 @@ def _start_isaac_sim(device: str) -> Any:
 
 
 def _only_one(_: int) -> LabSimulator:
-    raise EnvError("Isaac Sim holds one simulation a process; pass eval_env, or evaluate with 'apexrl eval'.")
+    raise EnvError("Isaac Sim holds one simulation a process, so there is no second one to evaluate or draw with.")
 
 
 def _set_fields(cfg: Any, fields: Mapping[str, Any], id: str) -> None:

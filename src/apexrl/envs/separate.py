@@ -72,7 +72,7 @@ class SeparateEnvs(SeededVecEnv):
             final_obs=_join([step.final_obs if step.final_obs is not None else step.obs for step in steps])
             if ended
             else None,
-            metric=_join_metrics([step.metric for step in steps]),
+            metric=_join_metrics([step.metric for step in steps], self.device),
         )
 
     def spawn(self, num_envs: int) -> VecEnv:
@@ -95,8 +95,8 @@ def _join(parts: Sequence[Observation]) -> Observation:
     return observation
 
 
-def _join_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _join_metrics(parts: Sequence[Mapping[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
     """Join what each reported; NaN where one did not."""
     names = dict.fromkeys(name for part in parts for name in part)
-    missing = torch.full((1, 1), torch.nan)
+    missing = torch.full((1, 1), torch.nan, device=device)
     return {name: torch.cat([part.get(name, missing) for part in parts]) for name in names}

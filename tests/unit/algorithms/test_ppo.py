@@ -260,6 +260,19 @@ def test_state_goes_on_exactly() -> None:
     assert torch.equal(weights(first), weights(second))
 
 
+def test_other_processes_begin_with_the_statistics_of_rewards_but_not_with_the_running_episodes() -> None:
+    first, batch = setup(normalize_reward=True)
+    first.update(batch)
+    second, batch = setup(normalize_reward=True)
+    second.load_state_dict(second.without_own_state(first.state_dict()))
+    assert first.reward_scaler is not None
+    assert second.reward_scaler is not None
+    assert torch.equal(second.reward_scaler.statistics.var, first.reward_scaler.statistics.var)
+    second.reward_scaler(torch.zeros_like(batch["reward"]), torch.zeros_like(batch["done"]))
+    assert torch.count_nonzero(second.reward_scaler.running) == 0  # 0 rewards, after returns of 0
+    assert torch.count_nonzero(first.reward_scaler.running) > 0
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("clip", 0.0), ("clip", 1.0), ("gamma", 1.1), ("lam", -0.1), ("num_epochs", 0), ("learning_rate", 0.0),

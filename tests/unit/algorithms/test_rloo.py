@@ -12,7 +12,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.algorithms.rloo import RLOO, CollapseGuard, RLOOConfig
+from apexrl.algorithms.collapse import CollapseGuard
+from apexrl.algorithms.rloo import RLOO, RLOOConfig
 from apexrl.errors import ConfigError, DivergenceError
 from apexrl.functional.rloo import leave_one_out
 from apexrl.graphs import Acceleration

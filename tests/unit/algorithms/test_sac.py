@@ -619,6 +619,15 @@ def test_without_its_replay_buffer_it_says_so_and_waits() -> None:
     assert second.state_dict()["num_updates"] == num_updates + 8
 
 
+def test_the_replay_buffers_of_other_processes_are_left_out_and_it_says_why() -> None:
+    first, collector = setup(learning_starts=16, save_replay=True)
+    run(first, collector, 2)
+    second, _ = setup(learning_starts=16, save_replay=True)
+    with pytest.warns(UserWarning, match="left out, because the processes are others than wrote it: .* 16 new steps"):
+        second.load_state_dict(second.without_own_state(first.state_dict()))
+    assert len(second.replay) == 0
+
+
 def test_a_state_from_before_learning_needs_no_warning_and_can_be_returned_to() -> None:
     algorithm, collector = setup(save_replay=True)
     start = copy.deepcopy(algorithm.state_dict())

@@ -22,7 +22,7 @@ from apexrl import PPO, SAC, ActorCritic, Policy, PolicyOutput, PPOConfig, Recur
 from apexrl.agent import TrainingConfig
 from apexrl.algorithms import SACConfig
 from apexrl.cli import main
-from apexrl.collectors import SyncCollector, ray_
+from apexrl.collectors import SyncCollector, ray_, ray_workers
 from apexrl.collectors.ray_ import RayCollector
 from apexrl.collectors.ray_session import RaySession, join, pack
 from apexrl.envs import VecEnv
@@ -89,7 +89,9 @@ def _one_ray() -> Iterator[None]:
     # Workers know the classes of this module from what they are sent: they cannot import it.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     session = RaySession(4)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_workers, "ROOM_SECONDS", 600.0)  # a busy machine is slow to start workers
+        yield
     session.leave()
     assert not ray.is_initialized()
 
@@ -106,7 +108,7 @@ def counting(shared_collector: RayCollector) -> RayCollector:
     shared_collector.follow(NumberPolicy())
     shared_collector.restart(0)
     shared_collector.episode_metrics.clear()
-    shared_collector._version, shared_collector._dropped, shared_collector._lost = -1, 0, 0
+    shared_collector._version, shared_collector._dropped, shared_collector._workers.lost = -1, 0, 0
     shared_collector._told_of_state = False
     shared_collector.metrics()
     return shared_collector
@@ -297,19 +299,49 @@ def test_what_an_environment_raises_reaches_the_caller_every_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "what"), [(-11.0, "died .*, as did the 1 before"), (-10.0, "gave no rollout for 0.2 s, as did the 1")]
+    ("action", "what"), [(-11.0, "the last one died"), (-10.0, "the last one gave no rollout for 0.2 s")]
 )
 def test_workers_that_die_or_hang_again_and_again_end_the_run(
     monkeypatch: pytest.MonkeyPatch, action: float, what: str
 ) -> None:
-    monkeypatch.setattr(ray_, "MAX_DEATHS", 1)
+    monkeypatch.setattr(ray_workers, "MAX_DEATHS", 2)
     messages: list[str] = []
     with RayCollector(CountingEnv, NumberPolicy(action), num_workers=1, on_message=messages.append) as collector:
         if action == -10.0:
-            collector.rollout_timeout = 0.2
-        with pytest.raises(EnvError, match=what):
+            collector._workers.timeout = 0.2
+        with pytest.raises(EnvError, match=f"2 Ray workers in a row were lost in place 0; {what}"):
             collector.collect(3)
+        assert collector.metrics()["collect/lost_rollouts"] == 2
     assert len(messages) == 1
+
+
+def test_a_lost_worker_that_finds_no_room_is_told_from_one_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[str] = []
+    with RayCollector(CountingEnv, NumberPolicy(), num_workers=1, on_message=messages.append) as collector:
+        pid = process_of(collector.collect(3), 0)
+        messages.clear()
+        monkeypatch.setattr(ray_workers, "ROOM_SECONDS", 0.5)
+        monkeypatch.setattr(ray_workers, "START_SECONDS", (1.0, 2.0))
+        # As if its host had died with what only that one had.
+        collector._workers._options["resources"] = {"arm": 1}
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EnvError, match=r"0 of 1 new Ray workers started within 2 s\. .*1 arm \(0 of 0 free\)"):
+            collector.collect(3)
+        assert collector.metrics()["collect/lost_rollouts"] == 1
+    assert messages[0].startswith("Ray worker 0 died")
+    assert messages[1].startswith("0 of 1 new Ray workers started within 0.5 s. Each needs 1 CPU (")
+
+
+def test_a_resumed_run_is_told_that_episodes_begin_anew(counting: RayCollector) -> None:
+    messages: list[str] = []
+    counting.on_message = messages.append
+    unused = counting.state_dict()
+    counting.collect(3)
+    used = counting.state_dict()
+    counting.load_state_dict(unused)
+    assert len(messages) == 1  # of the checkpoint
+    counting.load_state_dict(used)
+    assert messages[1:] == ["Ray workers start new episodes, so this run will differ from an uninterrupted one."]
 
 
 def test_what_the_factory_raises_reaches_the_caller() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
@@ -173,6 +174,10 @@ BROKEN = [
     (edited(final_obs=lambda s: s.obs), "final_obs shares memory with obs"),
     (edited(final_obs=lambda s: s.obs.view(-1)[1:].as_strided((N, 2), (1, 1))), "final_obs shares memory with obs"),
     (with_class(max_episode_steps=5), "An episode went on after max_episode_steps (5)"),
+    (with_class(max_episode_steps=9), "Episodes are truncated after 7 steps, before max_episode_steps (9)"),
+    (with_class(observation_space=spaces.Box(-1.0, 1.0, (2,))), "observation leaves its Box: "),
+    (edited(obs=lambda s: s.obs + torch.tensor([0.0, 200.0])), " at place 1 is not in [-100, 100]"),
+    (with_class(spawn=lambda self, num_envs: self), "spawn returned the environment itself"),
     (NeverResets, "After its first end every episode ends at its first step"),
     (ChangesAction, "step changed the action tensor"),
     (GlobalRandom, "The same seed and actions gave another result, first at reset"),
@@ -201,6 +206,16 @@ def test_each_violation_is_found(broken: type[Walk], sentence: str) -> None:
 
 def test_a_correct_environment_has_no_problems() -> None:
     assert check_env(Walk()) == []
+
+
+def test_rounding_does_not_leave_a_box() -> None:
+    class Rounds(Walk):
+        observation_space = spaces.Box(np.array([-100.0, 0.0], np.float32), np.array([100.0, np.inf], np.float32))
+
+        def draw(self) -> Tensor:
+            return super().draw() * torch.tensor([1.0, 0.0]) + torch.tensor([0.0, -1e-6])
+
+    assert check_env(Rounds()) == []
 
 
 def test_what_an_environment_declares_impossible_is_no_problem() -> None:

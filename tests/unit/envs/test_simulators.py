@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from apexrl.cli import main
 from apexrl.envs import LabSimulator, RslVecEnv, check_env, lab, make_env
+from apexrl.envs.separate import _join_metrics
+from apexrl.envs.tasks import TASKS
 from apexrl.errors import EnvError
 
 PACKAGES = {
@@ -77,6 +80,11 @@ class Lab:
     def __init__(self, cfg: LabConfig) -> None:
         self.cfg = cfg
         self.clock, self.drawn = torch.zeros(2), 0
+        self.metrics = {"error": torch.zeros(2)}
+
+    @property
+    def command_manager(self) -> Any:
+        return SimpleNamespace(active_terms=["twist"], get_term=lambda name: self)
 
     @property
     def unwrapped(self) -> Lab:
@@ -89,6 +97,7 @@ class Lab:
     def reset(self, seed: int | None = None, env_ids: Tensor | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         self.drawn = self.drawn if seed is None else seed
         self.clock[slice(None) if env_ids is None else env_ids] = 0.0
+        self.metrics["error"] += 1.0  # everywhere, as mjlab does
         return self.observe(), {"log": {"Episode/ended": 2.0 if env_ids is None else len(env_ids)}}
 
     def step(self, actions: Tensor) -> Any:
@@ -122,6 +131,8 @@ def test_a_lab_that_leaves_the_reset_to_us_gives_the_last_observation() -> None:
     # The running one keeps the noise that it had (the third observation); the new episode has its own (the fourth).
     assert step.obs["policy"].tolist() == [[0.0, 4.0], [2.0, 3.0]]
     assert step.log == {"Episode/ended": 1.0}
+    # Both began with the reset of both, and one was reset again.
+    assert env.simulator.wrapped.metrics["error"].tolist() == [3.0, 2.0]
     assert env.simulator.get_observations() is step.obs
 
 
@@ -197,6 +208,7 @@ def test_isaac_lab_is_started_before_its_tasks_are_loaded(monkeypatch: pytest.Mo
     env = make_env("isaaclab/Isaac-Count-v0", 2, device="cuda:0", limits=[2, 2])
     assert sys.modules["isaaclab.app"].launched == [{"headless": True, "device": "cuda:0"}]
     assert not env.gives_final_obs
+    assert not env.can_spawn
     env.reset()
     assert not env.step(torch.zeros(2, 1)).truncated.any()
     assert env.step(torch.zeros(2, 1)).truncated.all()
@@ -211,6 +223,40 @@ def test_isaac_lab_is_started_before_its_tasks_are_loaded(monkeypatch: pytest.Mo
     del gym.registry["Isaac-Count-v0"]
     for name in ("isaaclab", "isaaclab.app", "isaaclab_tasks", "isaaclab_tasks.utils"):
         sys.modules.pop(name, None)
+
+
+def test_where_there_can_be_no_second_environment_evaluation_is_off_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(TASKS["cartpole"], "can_spawn", False)
+    monkeypatch.setattr(TASKS["cartpole"], "spawn", lambda self, num_envs: lab._only_one(num_envs))
+    options = {
+        "task.id": "cartpole",
+        "task.num_envs": "4",
+        "algo.num_steps": "8",
+        "algo.num_minibatches": "2",
+        "features.save_plot": "false",
+        "training.total_timesteps": "64",
+        "training.eval_interval": "1",
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    assert main(["train", "cartpole_ppo", "--run-dir", str(tmp_path / "run"), *words]) == 0
+    said = capsys.readouterr().out
+    assert said.count("there is no evaluation in this run") == 1
+    assert "No video: Isaac Sim holds one simulation a process" in said
+    assert not (tmp_path / "run" / "evaluations.jsonl").exists()
+
+
+def test_the_simulator_that_was_meant_is_named() -> None:
+    expected = r"Did you mean 'maniskill/PickCube-v1'\?.*mujoco/NAME, maniskill/NAME, mjlab/NAME, isaaclab/NAME"
+    with pytest.raises(EnvError, match=expected):
+        make_env("maniskil/PickCube-v1")
+
+
+def test_environments_one_by_one_report_what_one_lacks_on_their_device() -> None:
+    joined = _join_metrics([{"a": torch.ones(1, 1, device="meta")}, {}], torch.device("meta"))
+    assert joined["a"].device.type == "meta"
+    assert joined["a"].shape == (2, 1)
 
 
 # Gymnasium-Robotics
