@@ -208,7 +208,7 @@ def read_statistics(path: Path) -> dict[str, dict[str, Any]]:
     """
     try:
         return {name: _checked(entry) for name, entry in json.loads(path.read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"algo.rollout_stats_path {path} holds no rollout statistics ({type(error).__name__}: {error}). "
             "Name another file, or delete this one."

@@ -130,7 +130,19 @@ def test_statistics_go_back_to_a_state_whatever_the_file_says(tmp_path: Path) ->
     assert json.loads((tmp_path / "stats.json").read_text()) == {"a": {"task": "", "outcomes": [1], "skips": 0}}
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"a": 3}', '{"a": {"task": "", "outcomes": [2], "skips": 0}}', "{"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"a": 3}',
+        '{"a": {"task": "", "outcomes": [2], "skips": 0}}',
+        '{"a": {"task": "", "outcomes": [], "skips": 1e999}}',
+        '{"a": ' + "[" * 100_000,
+    ],
+    ids=range(7),
+)
 def test_a_foreign_file_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "stats.json"
     path.write_text(text)
