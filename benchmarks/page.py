@@ -25,7 +25,7 @@ COMMANDS = {
     "ppo_gpu": "python benchmarks/ppo_gpu.py --iters 40",
     "ppo_mujoco": "python benchmarks/ppo_cpu.py --only-mujoco",
     "ppo_learning": "python benchmarks/ppo_learning.py --seeds 0,1,2,3,4,5,6,7,8,9 --jobs 2",
-    "roa_walker": "python benchmarks/roa.py --task walker --seeds 0,1,2 --jobs 9 --device cpu",
+    "roa_walker": "python benchmarks/roa.py --task walker --jobs 2 --device cpu",
     "sac_learning": "python benchmarks/sac.py learning",
     "sac_speed_cpu": "python benchmarks/sac.py speed",
     "sac_speed_gpu": "python benchmarks/sac.py speed",
