@@ -308,9 +308,9 @@ def show(rows: list[dict[str, Any]], changes: tuple[str, ...]) -> None:
     print(f"student / its own teacher    {np.mean(share):.3f}, lowest {min(share):.3f}")
     gap = [(row["student"] - row["memoryless PPO"]) / (row["teacher"] - row["memoryless PPO"]) for row in rows]
     print(f"share of the gap closed      {np.mean(gap):.3f}, lowest {min(gap):.3f}")
-    for other in ("memoryless PPO", "student, latent fixed", "PPO on the history"):
-        ahead = [row["student"] - row[other] for row in rows]
-        print(f"student - {other:21} {np.mean(ahead):+.3f} ± {interval(ahead):.3f}, seed by seed")
+    for rival in ("memoryless PPO", "student, latent fixed", "PPO on the history"):
+        ahead = [row["student"] - row[rival] for row in rows]
+        print(f"student - {rival:21} {np.mean(ahead):+.3f} ± {interval(ahead):.3f}, seed by seed")
     gain = [row["student"] - row["student before finetune"] for row in rows]
     print(f"gained by finetune           {np.mean(gain):+.3f}, lowest {min(gain):+.3f}")
     for what in changes:

@@ -34,7 +34,8 @@ def modules_that_differ(before: dict[str, Tensor], after: dict[str, Tensor]) -> 
 
 def counted(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count the calls of a method by the length of a list, which is returned."""
-    method, calls = getattr(owner, name), []
+    method = getattr(owner, name)
+    calls: list[int] = []
 
     def spy(argument: Any) -> Any:
         calls.append(len(calls))
