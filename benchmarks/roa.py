@@ -355,7 +355,7 @@ def draw(task: Task, curves: list[dict[str, list[float]]], latent: dict[str, Any
     for axis in axes:
         axis.axvline(task.change_step, color="gray", linestyle=":")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
