@@ -1,11 +1,11 @@
 """PPO on one CPU thread: ours, Stable-Baselines3, rsl_rl, and the environment alone.
 
     python benchmarks/ppo_cpu.py [--quick]
-    python benchmarks/ppo_cpu.py --only-mujoco      the row of MujocoVecEnv alone, for a machine with many cores
+    python benchmarks/ppo_cpu.py --only-mujoco      MujocoVecEnv alone, with every number of threads
 
 HalfCheetah-v5: 8 environments, 256 steps, 10 epochs of 32 minibatches; ours also on MujocoVecEnv with 64 environments
-and a thread of the simulator for each core. CartPole-v1: 8 environments, 128 steps, 4 epochs of 4 minibatches. Networks
-64-64. Last, the rollout of the tensor task ``cartpole`` with 4,096 environments.
+and threads that simulate (``+`` threads that learn). CartPole-v1: 8 environments, 128 steps, 4 epochs of 4 minibatches.
+Networks 64-64. Last, the rollout of the tensor task ``cartpole`` with 4,096 environments.
 """
 
 from __future__ import annotations
@@ -158,17 +158,24 @@ def main() -> None:
     def add(task: str, name: str, speed: float, base: float | None) -> float:
         rows.append({"task": task, "name": name, "steps_per_second": speed, "ratio": speed / base if base else None})
         ratio = f"{speed / base:6.2f} x" if base else ""
-        print(f"{task:24} {name:34} {speed:12,.0f} steps/s {ratio}", flush=True)
+        print(f"{task:24} {name:52} {speed:12,.0f} steps/s {ratio}", flush=True)
         return speed
 
-    def mujoco(alone: float) -> None:
-        print("ratio to Gymnasium's stepping alone:")
+    def mujoco(alone: float, num_threads: int | None = None, learner_threads: int = 1) -> float:
         many = Work("mujoco/HalfCheetah-v5", 64, 256, 10, 32)
-        speed = ours(many, 4 * total, compile_it=True)
-        add(many.task, f"ours, compiled, 64 envs, {num_cores()} cores", speed, alone)
+        torch.set_num_threads(learner_threads)
+        speed = ours(many, 4 * total, compile_it=True, num_threads=num_threads)
+        torch.set_num_threads(1)
+        threads = f", {num_threads} + {learner_threads} threads" if num_threads else ""
+        return add(many.task, f"ours, compiled, 64 envs, {num_cores()} cores{threads}", speed, alone)
 
     if options.only_mujoco:
-        mujoco(add(CHEETAH.task, "environment alone", environment_alone(CHEETAH, total), None))
+        alone = add(CHEETAH.task, "environment alone", environment_alone(CHEETAH, total), None)
+        print("ratio to Gymnasium's stepping alone:")
+        mujoco(alone)
+        speeds = {num_threads: mujoco(alone, num_threads) for num_threads in range(2, num_cores() + 1, 2)}
+        for learner_threads in (2, 4):
+            mujoco(alone, max(speeds, key=speeds.__getitem__), learner_threads)
         print(f"wrote {report.write('ppo_mujoco', {'rows': rows, 'quick': options.quick})}")
         return
     for work in (CHEETAH, CARTPOLE):
@@ -179,6 +186,7 @@ def main() -> None:
         add(work.task, "ours", ours(work, total, compile_it=False), base)
         add(work.task, "ours, compiled", ours(work, total, compile_it=True), base)
         if work is CHEETAH:
+            print("ratio to Gymnasium's stepping alone:")
             mujoco(alone)
     add("cartpole (tensors)", "rollout, 4,096 environments", tensor_rollout(), None)
     print(f"wrote {report.write('ppo_cpu', {'rows': rows, 'quick': options.quick})}")

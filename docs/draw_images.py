@@ -31,5 +31,5 @@ def draw_frames(video: Path, path: Path) -> None:
 
 if __name__ == "__main__":
     run_dir = Path(sys.argv[1])
-    plot_runs([run_dir], IMAGES / "lift_curve.png")
+    plot_runs([run_dir], IMAGES / "lift_curve.png", print)
     draw_frames(run_dir / "video.mp4", IMAGES / "lift_frames.png")

@@ -105,6 +105,31 @@ def _naming_the_cause() -> Iterator[None]:
         ) from error
 
 
+def leave_message(message: str) -> None:
+    """Let the other processes know with which message the first one ends; before ``join`` as well."""
+    with suppress(RuntimeError):
+        _store_of_torchrun(1.0).set(_message_key(), message)
+
+
+def message_of_first(seconds: float) -> str | None:
+    """Return the message with which the first process ends; None when it does not end within so many seconds."""
+    with suppress(RuntimeError):
+        message: bytes = _store_of_torchrun(seconds).get(_message_key())
+        return message.decode()
+    return None
+
+
+def _store_of_torchrun(seconds: float) -> Any:
+    """Return what torchrun keeps for its processes, which outlives each of them."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=seconds)
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+
+
+def _message_key() -> str:
+    return f"apexrl/message/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
 def world_size() -> int:
     """Return the number of processes that learn together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

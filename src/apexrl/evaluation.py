@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from apexrl.envs.separate import SeparateEnvs
 from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.envs.suites.base import InitState
 from apexrl.errors import EnvError, RunDirError
-from apexrl.evaluation_result import EvaluationResult, StepRows
+from apexrl.evaluation_result import EvaluationResult, StepRows, without_lost
 from apexrl.metrics import EpisodeMetrics, FinishedEpisodes, MetricSpec, fold_episodes
 from apexrl.policies.base import Policy
-from apexrl.rollout import initial_state, make_actor, rollout
+from apexrl.rollout import initial_state, left_alone, make_actor, rollout
 from apexrl.types import METRIC, OBSERVATION, REWARD, TRUNCATED, Actor, Carry, Observation
 
 __all__ = [
@@ -71,12 +70,12 @@ def evaluate(
     quota = np.full(env.num_envs, num_episodes // env.num_envs)
     quota[: num_episodes % env.num_envs] += 1
     counted = _Counted(quota, rows={index: [] for index in range(env.num_envs)} if record_steps else None)
-    with _left_alone(policy, seed):
+    with left_alone(policy, seed):
         actor = make_actor(policy, env.device, deterministic=deterministic)
         _run(env, actor, policy, env.reset(seed=seed), counted, max_steps, on_progress)
     episodes = counted.episodes()
     del episodes[_ENV], episodes[_CUT]
-    return _without_lost(episodes, counted.rows, env.task_names)
+    return without_lost(episodes, env.task_names, counted.rows)
 
 
 def evaluate_starts(
@@ -113,7 +112,7 @@ def evaluate_starts(
     runner = own or env
     parts: list[dict[str, NDArray[np.float64]]] = []
     try:
-        with _left_alone(policy, seed=0):
+        with left_alone(policy, seed=0):
             actor = _one_by_one(make_actor(policy, env.device, deterministic=True))
             for first in range(0, len(starts), runner.num_envs):
                 group = starts[first : first + runner.num_envs]
@@ -130,7 +129,7 @@ def evaluate_starts(
     joined = _join(parts)
     joined[TRUNCATED] = joined.pop(_CUT)
     del joined[_ENV]
-    return _without_lost(joined, None, env.task_names)
+    return without_lost(joined, env.task_names)
 
 
 def group_size(num_starts: int, num_envs: int) -> int:
@@ -238,40 +237,6 @@ def _join(parts: Sequence[dict[str, NDArray[np.float64]]]) -> dict[str, NDArray[
     return {
         name: np.concatenate([part.get(name, np.full(len(part["return"]), np.nan)) for part in parts]) for name in names
     }
-
-
-def _without_lost(
-    episodes: dict[str, NDArray[np.float64]], rows: StepRows | None, task_names: Sequence[str]
-) -> EvaluationResult:
-    """Leave out the episodes whose worker died, and say how many they are.
-
-    Raises:
-        EnvError: when none is left, or a return is not finite.
-    """
-    lost = episodes.get("lost", np.zeros_like(episodes["return"])) > 0
-    if lost.all():
-        raise EnvError("The evaluation lost every episode: the workers died. Use fewer environments.")
-    kept = {name: values[~lost] for name, values in episodes.items()}
-    if num_bad := int((~np.isfinite(kept["return"])).sum()):
-        raise EnvError(
-            f"The return of {num_bad} of {len(kept['return'])} evaluated episodes is not finite: the environment or "
-            "the policy produced it. 'apexrl check-env' looks at the environment."
-        )
-    return EvaluationResult(kept, rows, task_names, int(lost.sum()))
-
-
-@contextmanager
-def _left_alone(policy: Policy, seed: int) -> Iterator[None]:
-    """Put a policy into evaluation mode for a while, with random numbers of its own."""
-    was_training = policy.training
-    policy.eval()
-    cuda = [policy.device] if policy.device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=cuda):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        policy.train(was_training)
 
 
 def extend_rows(rows: StepRows, batch: TensorDict) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from apexrl.errors import EnvError
 from apexrl.intervals import bootstrap_interval, wilson_interval
 from apexrl.metrics import IDENTITY_FIELDS, evaluation_log_names
 from apexrl.types import TRUNCATED
@@ -134,3 +135,26 @@ class EvaluationResult:
     def _known(self, name: str) -> NDArray[np.float64]:
         values = self.episodes[name]
         return values[~np.isnan(values)]
+
+
+def without_lost(
+    episodes: dict[str, NDArray[np.float64]],
+    task_names: Sequence[str],
+    rows: StepRows | None = None,
+    num_never_begun: int = 0,
+) -> EvaluationResult:
+    """Leave out the episodes whose worker died, and say how many they are, with those that never began for that.
+
+    Raises:
+        EnvError: when none is left, or a return is not finite.
+    """
+    lost = episodes.get("lost", np.zeros_like(episodes["return"])) > 0
+    if lost.all():
+        raise EnvError("The evaluation lost every episode: the workers died. Use fewer environments.")
+    kept = {name: values[~lost] for name, values in episodes.items()}
+    if num_bad := int((~np.isfinite(kept["return"])).sum()):
+        raise EnvError(
+            f"The return of {num_bad} of {len(kept['return'])} evaluated episodes is not finite: the environment or "
+            "the policy produced it. 'apexrl check-env' looks at the environment."
+        )
+    return EvaluationResult(kept, rows, task_names, int(lost.sum()) + num_never_begun)

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from apexrl import files, seeds
 from apexrl.errors import ConfigError, RunDirError
-from apexrl.loggers import read_json_lines
+from apexrl.records import Estimate, Log, read_log
 
 _PANELS = (
     ("return", "rollout/return", "return"),
     ("success rate", "rollout/success_rate", "success_rate"),
     ("episode length", "rollout/episode_len", "episode_len"),
 )
+_LOGGED = ("total_steps", *(name for _, name, _ in _PANELS))
 
 
-def plot_runs(run_dirs: Sequence[Path], path: Path) -> Path:
+def plot_runs(run_dirs: Sequence[Path], path: Path, tell: Callable[[str], None]) -> Path:
     """Draw learning curves: of a run training as a line and evaluations as points with intervals; of several seeds
-    their interquartile mean with its interval, and each seed faintly."""
+    their interquartile mean with its interval, and each seed faintly.
+
+    Args:
+        run_dirs: runs, and directories of seeds.
+        path: of the picture.
+        tell: gets a sentence about everything that is damaged, and left out.
+    """
     if path.suffix not in (".png", ".pdf", ".svg"):
         raise ConfigError(f"--output {path} must end in .png, .pdf or .svg.")
     import matplotlib as mpl
@@ -27,7 +34,7 @@ def plot_runs(run_dirs: Sequence[Path], path: Path) -> Path:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    runs = [_Run(run) for run in run_dirs]
+    runs = [_Run(run, tell) for run in run_dirs]
     panels = [panel for panel in _PANELS if any(run.has(panel) for run in runs)]
     if not panels:
         raise RunDirError(f"Nothing to draw yet in {', '.join(map(str, run_dirs))}: no episode has ended.")
@@ -49,29 +56,26 @@ def plot_runs(run_dirs: Sequence[Path], path: Path) -> Path:
 class _Run:
     """A run, or runs that differ in their seed, to draw."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, tell: Callable[[str], None]) -> None:
         self.name = directory.resolve().name
-        self.directories = [directory]
         self.is_seeds = (directory / seeds.FILE).is_file()
+        directories = [directory]
         if self.is_seeds:
             stored = seeds.read(directory)
-            self.directories = [stored.run_dir(run) for run in stored.runs if run.state != "failed"]
-        self.records = [_records(entry) for entry in self.directories if not self.is_seeds or entry.is_dir()]
-        self.directories = [entry for entry in self.directories if entry.is_dir()]
+            begun = [stored.run_dir(run) for run in stored.runs if run.state != "failed"]
+            directories = [entry for entry in begun if entry.is_dir()]
+        self.logs = [_read(entry, tell) for entry in directories]
 
     def has(self, panel: tuple[str, str, str]) -> bool:
         """Whether it has anything for a panel."""
         _, training_name, evaluation_name = panel
-        return any(
-            any(training_name in line for line in lines) or any(evaluation_name in record for record in records)
-            for lines, records in self.records
-        )
+        return any(log.trained(training_name) or log.evaluated(evaluation_name) for log in self.logs)
 
     def draw(self, axis: Any, panel: tuple[str, str, str], color: str) -> None:
         """Draw it in one colour."""
         _, training_name, evaluation_name = panel
         if self.is_seeds:
-            steps, values = seeds.curve(self.directories, training_name, evaluation_name)
+            steps, values = seeds.curve(self.logs, training_name, evaluation_name)
             if len(steps):
                 low, high = seeds.iqm_interval([values], axis=0)
                 axis.plot(steps, values.T, color=color, alpha=0.25, linewidth=0.8)
@@ -79,13 +83,12 @@ class _Run:
                 label = f"{self.name}, interquartile mean of {len(values)} seeds, 95 % interval"
                 axis.plot(steps, seeds.iqm(values, axis=0), color=color, linewidth=1.8, label=label)
             return
-        for lines, records in self.records:
-            points = [(line["total_steps"], line[training_name]) for line in lines if training_name in line]
-            if points:
-                axis.plot(
-                    *zip(*points, strict=True), color=color, alpha=0.6, linewidth=1.2, label=f"{self.name}, training"
-                )
-            _draw_evaluations(axis, records, evaluation_name, color, f"{self.name}, evaluation")
+        for log in self.logs:
+            if points := log.trained(training_name):
+                label = f"{self.name}, training"
+                axis.plot(list(points), list(points.values()), color=color, alpha=0.6, linewidth=1.2, label=label)
+            if estimates := log.evaluated(evaluation_name):
+                _draw_evaluations(axis, estimates, color, f"{self.name}, evaluation")
 
 
 def plot_tasks(tasks: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
@@ -173,19 +176,19 @@ def _save(figure: Any, path: Path) -> Path:
     return path
 
 
-def _records(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _read(run: Path, tell: Callable[[str], None]) -> Log:
     if not any((run / name).is_file() for name in ("metrics.jsonl", "config.yaml")):
         raise RunDirError(f"{run} is not a run directory: it has neither config.yaml nor metrics.jsonl.")
-    return read_json_lines(run / "metrics.jsonl"), read_json_lines(run / "evaluations.jsonl")
+    notes: list[str] = []
+    log = read_log(run, notes, _LOGGED)
+    for note in notes:
+        tell(note)
+    return log
 
 
-def _draw_evaluations(axis: Any, records: list[dict[str, Any]], name: str, color: str, label: str) -> None:
-    known = [record for record in records if name in record and f"{name}_interval" in record]
-    if not known:
-        return
-    means = [record[name] for record in known]
-    intervals = [record[f"{name}_interval"] for record in known]
-    below = [max(0.0, mean - low) for mean, (low, _) in zip(means, intervals, strict=True)]
-    above = [max(0.0, high - mean) for mean, (_, high) in zip(means, intervals, strict=True)]
-    steps = [record["step"] for record in known]
+def _draw_evaluations(axis: Any, estimates: Mapping[int, Estimate], color: str, label: str) -> None:
+    means = [entry.mean for entry in estimates.values()]
+    below = [max(0.0, entry.mean - entry.low) for entry in estimates.values()]
+    above = [max(0.0, entry.high - entry.mean) for entry in estimates.values()]
+    steps = list(estimates)
     axis.errorbar(steps, means, yerr=[below, above], color=color, marker="o", markersize=4, capsize=2, label=label)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,6 +106,20 @@ def make_actor(policy: Policy, env_device: torch.device, *, deterministic: bool 
 def initial_state(policy: Policy, env: VecEnv) -> dict[str, Tensor]:
     """Return the policy's recurrent state at the start of an episode, on the environment's device."""
     return {name: value.to(env.device) for name, value in policy.initial_state(env.num_envs).items()}
+
+
+@contextmanager
+def left_alone(policy: Policy, seed: int) -> Iterator[None]:
+    """Put a policy into evaluation mode for a while, with random numbers of its own."""
+    was_training = policy.training
+    policy.eval()
+    cuda = [policy.device] if policy.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        policy.train(was_training)
 
 
 def _next_carry(carry: Carry, output: dict[str, Tensor], step: EnvStep) -> Carry:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from scipy import stats
 
 from apexrl import files
 from apexrl.errors import ConfigError, RunDirError
-from apexrl.loggers import read_json_lines
+from apexrl.records import Log
 
 FILE = "seeds.json"
 VERSION = 1
@@ -24,12 +24,15 @@ FIELDS = ("return", "success_rate")
 """Of an evaluation's record, that are aggregated where every seed has them."""
 
 
+State = Literal["waiting", "done", "failed"]
+
+
 @dataclass
 class SeedRun:
     """One of the runs."""
 
     seed: int
-    state: Literal["waiting", "done", "failed"] = "waiting"
+    state: State = "waiting"
     error: str = ""
     """Why it failed."""
     result: dict[str, Any] = field(default_factory=dict)
@@ -88,9 +91,32 @@ def read(directory: Path) -> SeedRuns:
             raise RunDirError(
                 f"{path} is of version {content['version']}; this apexrl reads up to {VERSION}. Update apexrl."
             )
-        return SeedRuns(directory, content["config"], [SeedRun(**entry) for entry in content["runs"]])
-    except (ValueError, KeyError, TypeError) as error:
+        if not isinstance(content["config"], dict):
+            raise TypeError("'config' must be a mapping")
+        return SeedRuns(directory, content["config"], [_checked(SeedRun(**entry)) for entry in content["runs"]])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunDirError(f"{path} is damaged ({type(error).__name__}: {error}); start the seeds again.") from error
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _checked(run: SeedRun) -> SeedRun:
+    """Return a run as it was read.
+
+    Raises:
+        ValueError: when it cannot have been written by a run.
+    """
+    if type(run.seed) is not int or not 0 <= run.seed <= MAX_SEED:
+        raise ValueError(f"'seed' must be a whole number from 0 to {MAX_SEED}")
+    if run.state not in get_args(State):
+        raise ValueError(f"'state' of seed {run.seed} must be one of {', '.join(get_args(State))}")
+    if run.state == "done":
+        low, high = run.result["return_interval"]
+        rates = [task["success_rate"] for task in run.result.get("per_task", {}).values()]
+        numbers = [run.result["return"], low, high, run.result["episodes"], run.result.get("success_rate", 0.0), *rates]
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise ValueError(f"'result' of seed {run.seed} must hold numbers")
+    return run
 
 
 def parse_seeds(text: str, first: int) -> list[int]:
@@ -158,7 +184,7 @@ def summary(values: Sequence[float], strata: Sequence[Sequence[float]] | None = 
     }
 
 
-def curve(directories: Sequence[Path], training_name: str, evaluation_name: str) -> tuple[NDArray[np.float64], ...]:
+def curve(logs: Sequence[Log], training_name: str, evaluation_name: str) -> tuple[NDArray[np.float64], ...]:
     """Return what runs of several seeds have measured at the same steps.
 
     Periodic evaluations are taken where every run has two or more, what training saw otherwise.
@@ -166,14 +192,9 @@ def curve(directories: Sequence[Path], training_name: str, evaluation_name: str)
     Returns:
         Steps ``[P]`` and values ``[S, P]``; both empty when the runs have nothing in common.
     """
-    for file, step, name in (
-        ("evaluations.jsonl", "step", evaluation_name),
-        ("metrics.jsonl", "total_steps", training_name),
-    ):
-        curves = []
-        for directory in directories:
-            points = {line[step]: line[name] for line in read_json_lines(directory / file) if name in line}
-            curves.append(np.array(sorted(points.items()), np.float64).reshape(-1, 2))
+    evaluated = [{step: found.mean for step, found in log.evaluated(evaluation_name).items()} for log in logs]
+    for points in (evaluated, [log.trained(training_name) for log in logs]):
+        curves = [np.array(list(entries.items()), np.float64).reshape(-1, 2) for entries in points]
         if curves and min(map(len, curves)) >= 2:
             first, last = max(c[0, 0] for c in curves), min(c[-1, 0] for c in curves)
             every = np.unique(np.concatenate([c[:, 0] for c in curves]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -31,6 +33,7 @@ from apexrl.envs.suites import make_suite
 from apexrl.errors import ConfigError
 from apexrl.loggers import Logger, read_json_lines
 from apexrl.policies import Policy
+from apexrl.records import Damage, columns, is_count
 from apexrl.sections import SuiteConfig
 
 METRICS, FINAL_RESULTS, ROLLOUT_STATS = "metrics.json", "final_training_results.json", "rollout_stats.json"
@@ -101,11 +104,18 @@ def make_suite_collector(
     )
     if generator.stats is not None:
         stats = generator.stats
+        if cfg.rollout_stats_path and distributed.is_first():
+            stats.run = run_name(run_dir)
         # The first process makes the directory, and clears it when it fails: the others write there only afterwards.
         distributed.on_first(lambda: begin_statistics(stats, run_dir, first_path))
         if not distributed.is_first():
             begin_statistics(stats, run_dir, first_path)
     return generator
+
+
+def run_name(run_dir: Path) -> str:
+    """Return a short name that tells a run from others that write into the same statistics."""
+    return hashlib.sha256(str(run_dir.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:8]
 
 
 def process_dir(run_dir: Path, number: int) -> Path:
@@ -202,7 +212,7 @@ class SuiteResults(Logger):
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the evaluations of a run in the form of ``metrics.json``."""
+    """Return the evaluations of a run in the form of ``metrics.json``; a line without its place is left out."""
     return [
         {
             "step": record["iteration"],
@@ -213,18 +223,20 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
             "per_task": record.get("per_task", {}),
         }
         for record in read_json_lines(run_dir / "evaluations.jsonl")
+        if is_count(record.get("iteration")) and is_count(record.get("step"))
     ]
 
 
 def write_final_results(run_dir: Path, iteration: int, total_steps: int) -> Path:
     """Write ``final_training_results.json``: how long training was, its numbers, and the evaluations."""
     training = read_json_lines(run_dir / "metrics.jsonl")
+    updates = columns(training, Damage(run_dir / "metrics.jsonl"), ["train/updates"]).get("train/updates", 0.0)
     found = evaluations(run_dir)
     write_json(run_dir / METRICS, found)
     content = {
         "total_steps": iteration,
         "environment_steps": total_steps,
-        "optimizer_steps": int(sum(line.get("train/updates", 0.0) for line in training)),
+        "optimizer_steps": int(np.nansum(updates)),
         "training_metrics": training,
         "evaluations": found,
     }

@@ -36,8 +36,8 @@ def start_alone(directory: Path) -> list[str]:
     return ["train", "lift_ppo", "--run-dir", str(directory / "grown"), *options(HALF)]
 
 
-def commands(directory: Path) -> dict[str, list[str]]:
-    """Return command lines that all processes run one after the other."""
+def commands(directory: Path, rank: int) -> dict[str, list[str]]:
+    """Return command lines that a process runs one after the other."""
     rest = {"training.total_timesteps": "640", "training.final_eval_episodes": "4"}
     return {
         "whole": ["train", "lift_ppo", "--run-dir", str(directory / "whole"), *options(LIFT)],
@@ -45,5 +45,8 @@ def commands(directory: Path) -> dict[str, list[str]]:
         "resumed": ["train", "--resume", str(directory / "half"), *options(rest)],
         "grown": ["train", "--resume", str(directory / "grown"), *options(rest)],
         "odd": ["train", "lift_ppo", "--run-dir", str(directory / "odd"), *options({**LIFT, "task.num_envs": "7"})],
+        "alike": ["plot", str(directory / "nowhere")],
+        "otherwise": ["plot", str(directory / f"nowhere-{rank}")],
+        "alone": ["plot", str(directory / "nowhere")] if rank else ["list"],
         "bc": ["train", "mt10_bc", "--run-dir", str(directory / "bc"), "--training.device", "cpu"],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,17 +99,33 @@ def test_numbers_of_the_collecting_stay_as_they_are() -> None:
 # Refusals
 
 
-@pytest.mark.parametrize(("rank", "waits"), [("0", 0), ("1", 1)])
-def test_the_first_process_says_what_all_refuse(
-    rank: str, waits: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_process_that_has_lost_the_others_says_so_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(time, "sleep", lambda _: told.append(capsys.readouterr().err))
+    def lose(*_: object, **__: object) -> None:
+        raise distributed.LostRankError("Process 1 has lost the others.")
+
+    monkeypatch.setattr(run, "start", lose)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(distributed, "message_of_first", lambda _: pytest.fail("torchrun would end it meanwhile"))
+    assert cli.main(["train", "lift_ppo"]) == 2
+    assert capsys.readouterr().err == "apexrl: Process 1 has lost the others.\n"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_torchrun_that_has_ended_keeps_no_message_back(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        port = unused.getsockname()[1]
+    values = {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cli, "SECONDS_FOR_THE_FIRST", 0.2)
     assert cli.main(["train", "no_such_preset"]) == 2
-    assert told == [""] * waits  # it waits for torchrun to end it before it says anything
-    assert "no_such_preset" in capsys.readouterr().err  # as nobody did
+    assert "no_such_preset" in capsys.readouterr().err
 
 
 # What is known of init states

@@ -125,9 +125,24 @@ def test_the_first_process_alone_writes(directory: Path) -> None:
     ],
 )
 def test_what_cannot_be_shared_is_refused(name: str, message: str, directory: Path) -> None:
-    for rank in (0, 1):
-        assert (directory / f"{name}.rank{rank}.txt").read_text() == f"2\napexrl: {message}\n"
+    assert told(directory, name) == [f"2\napexrl: {message}\n", "2\n"]
     assert not (directory / name).exists()
+
+
+def told(directory: Path, name: str) -> list[str]:
+    """Return the exit code of a command and what it wrote about errors, of both processes."""
+    return [(directory / f"{name}.rank{rank}.txt").read_text() for rank in (0, 1)]
+
+
+def test_what_all_processes_find_is_said_once_and_what_one_finds_with_its_number(directory: Path) -> None:
+    nowhere = f"{directory}/nowhere"
+    problem = "is not a run directory: it has neither config.yaml nor metrics.jsonl.\n"
+    assert told(directory, "alike") == [f"2\napexrl: {nowhere} {problem}", "2\n"]
+    assert told(directory, "otherwise") == [
+        f"2\napexrl: {nowhere}-0 {problem}",
+        f"2\napexrl: Process 1: {nowhere}-1 {problem}",
+    ]
+    assert told(directory, "alone") == ["0\n", f"2\napexrl: Process 1: {nowhere} {problem}"]
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:

@@ -31,6 +31,18 @@ def test_compiled_and_eager_agree_over_five_iterations() -> None:
     assert (eager - start).abs().max() > 1e-3, "the weights moved by more than the tolerance"
 
 
+def test_a_compiled_actor_takes_observations_that_are_slices() -> None:
+    """The first observation of a rollout is a copy, those after it are slices of the task's state."""
+    actions = []
+    for acceleration in (Acceleration(), Acceleration(compile=True)):
+        torch.manual_seed(0)
+        env = make_env("payload", 4)
+        assert not env.reset(seed=0)["policy"].is_contiguous()
+        collector = SyncCollector(env, ActorCritic.for_env(env), seed=0, acceleration=acceleration)
+        actions.append(torch.cat([collector.collect(3)["action"].clone() for _ in range(2)]))
+    torch.testing.assert_close(actions[0], actions[1])
+
+
 @pytest.mark.filterwarnings("ignore:.*")
 def test_compiled_functions_see_new_weights_shapes_and_attributes() -> None:
     class Scaled:

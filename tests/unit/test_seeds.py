@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from apexrl import seeds
 from apexrl.errors import ConfigError, RunDirError
 from apexrl.loggers import append_json_line
+from apexrl.records import read_log
 from apexrl.seeds import SeedRun, SeedRuns, curve, iqm, iqm_interval, parse_seeds, summary
 
 
@@ -57,7 +60,8 @@ def test_only_finished_seeds_and_common_fields_are_aggregated(tmp_path: Path) ->
 
 
 def test_seeds_json_comes_back_as_it_was(tmp_path: Path) -> None:
-    stored = SeedRuns(tmp_path, {"training": {"seed": 3}}, [SeedRun(3, "done", "", {"return": 1.5}), SeedRun(4)])
+    result = {"return": 1.5, "return_interval": [1.0, 2.0], "episodes": 8}
+    stored = SeedRuns(tmp_path, {"training": {"seed": 3}}, [SeedRun(3, "done", "", result), SeedRun(4)])
     stored.write()
     assert seeds.read(tmp_path) == stored
     content = json.loads((tmp_path / seeds.FILE).read_text())
@@ -65,11 +69,46 @@ def test_seeds_json_comes_back_as_it_was(tmp_path: Path) -> None:
     (tmp_path / seeds.FILE).write_text(json.dumps({**content, "version": 9}))
     with pytest.raises(RunDirError, match=r"version 9; this apexrl reads up to 1\. Update apexrl"):
         seeds.read(tmp_path)
-    (tmp_path / seeds.FILE).write_text("{")
-    with pytest.raises(RunDirError, match=r"seeds\.json is damaged"):
-        seeds.read(tmp_path)
     with pytest.raises(RunDirError, match=r"holds no seeds\.json"):
         seeds.read(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        (("version",), "new", "TypeError"),
+        (("config",), [1], "'config' must be a mapping"),
+        (("runs",), 3, "TypeError"),
+        (("runs", 0), "x", "TypeError"),
+        (("runs", 0, "seed"), "../../elsewhere", "'seed' must be a whole number from 0 to"),
+        (("runs", 0, "seed"), True, "'seed' must be a whole number from 0 to"),
+        (("runs", 0, "state"), ["done"], "'state' of seed 3 must be one of waiting, done, failed"),
+        (("runs", 0, "more"), 1, "unexpected keyword argument 'more'"),
+        (("runs", 0, "result"), None, "TypeError"),
+        (("runs", 0, "result"), {"return": 1.0}, "KeyError: 'return_interval'"),
+        (("runs", 0, "result", "return"), "high", "'result' of seed 3 must hold numbers"),
+        (("runs", 0, "result", "return_interval"), [1.0], "ValueError"),
+        (("runs", 0, "result", "per_task"), {"reach": None}, "TypeError"),
+        (("runs", 0, "result", "per_task"), [0.5], "AttributeError"),
+    ],
+)
+def test_a_damaged_seeds_json_is_named(tmp_path: Path, field: tuple[str | int, ...], value: Any, message: str) -> None:
+    result = {"return": 1.5, "return_interval": [1.0, 2.0], "episodes": 8}
+    path = SeedRuns(tmp_path, {}, [SeedRun(3, "done", "", result)]).write()
+    content = place = json.loads(path.read_text())
+    for name in field[:-1]:
+        place = place[name]
+    place[field[-1]] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(RunDirError, match=rf"seeds\.json is damaged .*{re.escape(message)}.*; start the seeds again"):
+        seeds.read(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\x00", b"[]", b"null", b"[" * 100_000])
+def test_a_seeds_json_that_is_none_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / seeds.FILE).write_bytes(content)
+    with pytest.raises(RunDirError, match=r"seeds\.json is damaged"):
+        seeds.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +130,13 @@ def test_curves_meet_at_the_steps_that_all_seeds_have(tmp_path: Path) -> None:
         for step, value in points:
             append_json_line(tmp_path / name / "metrics.jsonl", {"total_steps": step, "rollout/return": value})
     directories = [tmp_path / "a", tmp_path / "b"]
-    steps, values = curve(directories, "rollout/return", "return")
+    steps, values = curve([read_log(path, []) for path in directories], "rollout/return", "return")
     assert steps.tolist() == [10, 20, 30]
     assert values.tolist() == [[0, 1, 2], [4, 6, 8]]
     for directory in directories:
         for step in (10, 20):
             append_json_line(directory / "evaluations.jsonl", {"step": step, "return": 5.0})
-    steps, values = curve(directories, "rollout/return", "return")
+    logs = [read_log(path, []) for path in directories]
+    steps, values = curve(logs, "rollout/return", "return")
     assert values.tolist() == [[5, 5], [5, 5]]
-    assert curve(directories, "rollout/none", "none")[0].shape == (0,)
+    assert curve(logs, "rollout/none", "none")[0].shape == (0,)

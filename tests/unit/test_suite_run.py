@@ -1,7 +1,9 @@
 """What a run on a suite adds to any other."""
 
+import json
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,8 +16,9 @@ from apexrl.algorithms import BC, BCConfig, RLOOConfig
 from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.envs.suites.base import Simulator, Split
 from apexrl.evaluation import evaluate
+from apexrl.loggers import append_json_line
 from apexrl.policies import VLAPolicy
-from apexrl.suite_run import explore_with, suite_training
+from apexrl.suite_run import explore_with, suite_training, write_final_results
 
 
 def test_every_task_is_evaluated_as_often_as_the_others() -> None:
@@ -33,6 +36,17 @@ def test_a_deterministic_evaluation_runs_no_episode_twice() -> None:
     assert evaluate(env, policy, 5).num_episodes == 5
     assert evaluate(env, policy, 50, deterministic=False).num_episodes == 50
     env.close()
+
+
+def test_damaged_lines_have_no_part_in_the_results(tmp_path: Path) -> None:
+    for record in ({"iteration": 1, "step": 8, "return": 0.5}, {"iteration": "2", "step": 9}, {"return": 1.0}):
+        append_json_line(tmp_path / "evaluations.jsonl", record)
+    for updates in (3, "x", None, 4, [5]):
+        append_json_line(tmp_path / "metrics.jsonl", {"train/updates": updates})
+    content = json.loads(write_final_results(tmp_path, 2, 16).read_text())
+    assert [entry["step"] for entry in content["evaluations"]] == [1]
+    assert content["optimizer_steps"] == 7
+    assert len(content["training_metrics"]) == 5
 
 
 def test_exploration_is_set_where_imitation_left_it_and_kept_where_it_was_learned() -> None:

@@ -84,7 +84,8 @@ class PPOROA(PPO):
 
     Phase ``train``: the teacher acts; PPO trains encoder, teacher and critic; the adaptation module learns to guess the
     encoder's feature, and the student to act as the teacher does, given the guess. Phase ``finetune``: the student
-    acts with the average of the adaptation module; PPO trains student and critic; encoder and teacher stay as they are.
+    acts with the average of the adaptation module; PPO trains student and critic; encoder, teacher and normaliser stay as
+    they are.
 
     Args:
         policy: the networks.
@@ -150,10 +151,14 @@ class PPOROA(PPO):
         return self._acting if mode == "train" else self.roa
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
-        """Learn from one rollout ``[T, N]``: PPO, then the adaptation, then the normaliser."""
+        """Learn from one rollout ``[T, N]``: PPO, then the adaptation, then, in phase train, the normaliser."""
         metrics = {**self.train_policy(rollout), **self.train_adapt(rollout)}
         self._update_normalizer(rollout)
         return metrics
+
+    def _update_normalizer(self, rollout: TensorDict) -> None:
+        if self._imitates:  # in finetune it would move the frozen teacher's inputs, and so what the student learns
+            super()._update_normalizer(rollout)
 
     def train_op(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Do the same as ``update``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +14,11 @@ from torch import Tensor
 from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.envs.suites.base import InitState, Split, TaskSuite
 from apexrl.errors import ConfigError, EnvError, did_you_mean
+from apexrl.evaluation_result import EvaluationResult, without_lost
+from apexrl.metrics import EpisodeMetrics, fold_episodes
 from apexrl.policies.base import Policy
-from apexrl.rollout import LOG, initial_state, make_actor, rollout
-from apexrl.types import GROUP, METRIC, NEXT_OBSERVATION, OBSERVATION, REWARD, VALID, Carry
+from apexrl.rollout import LOG, initial_state, left_alone, make_actor, rollout
+from apexrl.types import GROUP, METRIC, NEXT_OBSERVATION, OBSERVATION, VALID, Carry
 
 SUCCESS, CONTROL_STEPS, EPISODE_ID, LOST = "success", "control_steps", "episode_id", "lost"
 """Metrics of a ``SuiteVecEnv``."""
@@ -139,8 +140,8 @@ class SuiteRunner:
         split: Split = "val",
         deterministic: bool = True,
         seed: int = 0,
-    ) -> dict[str, Any]:
-        """Evaluate the policy on every task; the global random state is left as it was.
+    ) -> EvaluationResult:
+        """Evaluate the policy on every task as ``evaluate`` does, but from init states that are chosen.
 
         Args:
             episodes_per_task: each from another init state, the first ones of the split; all of them when not given.
@@ -150,9 +151,7 @@ class SuiteRunner:
             seed: of sampling.
 
         Returns:
-            ``overall_success_rate`` and ``reward`` (mean return) over all episodes, ``episodes``, ``lost`` (those
-            whose worker died; they count nowhere else), and ``per_task``: for each task name its ``success_rate``
-            (None when all were lost), ``successes`` and ``episodes``.
+            The episodes that were not lost, task after task.
         """
         if episodes_per_task is not None and episodes_per_task < 1:
             raise ValueError(f"episodes_per_task must be at least 1, got {episodes_per_task}")
@@ -161,36 +160,13 @@ class SuiteRunner:
             for task_id in range(self.suite.num_tasks)
             for state in self.suite.init_states(task_id, split)[:episodes_per_task]
         ]
-        cuda = [self.policy.device] if self.policy.device.type == "cuda" else []
-        was_training = self.policy.training
-        self.policy.eval()
-        try:
-            with torch.random.fork_rng(devices=cuda):
-                torch.manual_seed(seed)
-                batch = self.run_episodes(episodes, keep=(), deterministic=deterministic, env=env)
-        finally:
-            self.policy.train(was_training)
-        return self._summary([episode.task_id for episode in episodes], batch)
-
-    def _summary(self, task_ids: list[int], batch: TensorDict) -> dict[str, Any]:
-        known = ~lost_episodes(batch).cpu().numpy()
-        if not known.any():
-            raise EnvError("The evaluation lost every episode: its workers died. Use fewer environments.")
-        success = successful_episodes(batch).cpu().numpy()
-        returns = batch[REWARD].sum(0).squeeze(-1).double().cpu().numpy()
-        per_task = {}
-        for task_id, name in enumerate(self.suite.task_names):
-            own = known & (np.array(task_ids) == task_id)
-            count, successes = int(own.sum()), int((own & success).sum())
-            rate = successes / count if count else None
-            per_task[name] = {"success_rate": rate, "successes": successes, "episodes": count}
-        return {
-            "overall_success_rate": float(success[known].mean()),
-            "reward": float(returns[known].mean()),
-            "episodes": int(known.sum()),
-            "lost": int((~known).sum()),
-            "per_task": per_task,
-        }
+        with left_alone(self.policy, seed):
+            batch = self.run_episodes(episodes, keep=(), deterministic=deterministic, env=env)
+        finished = fold_episodes(batch, self.env.metric_specs, EpisodeMetrics())
+        # Of every column the first episode, which is the only one.
+        ended, *values = torch.stack([finished.ended.double(), *finished.value.values()])[:, 0].cpu().numpy()
+        columns = {name: value[ended > 0] for name, value in zip(finished.value, values, strict=True)}
+        return without_lost(columns, self.suite.task_names, num_never_begun=int((ended == 0).sum()))
 
 
 def pack_episodes(steps: TensorDict, num_episodes: int) -> TensorDict:

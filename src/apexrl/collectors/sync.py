@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from apexrl.collectors.base import BaseCollector
 from apexrl.envs.base import VecEnv
@@ -111,7 +112,16 @@ class SyncCollector(BaseCollector):
 
     def _make_actor(self) -> Actor:
         actor = make_actor(self.policy, self.env.device)
-        return Compiled(actor, enabled=self.acceleration.compile, device=self.policy.device)
+        if not self.acceleration.compile:
+            return actor
+        compiled = Compiled(actor, enabled=True, device=self.policy.device)
+
+        def act(carry: Carry) -> dict[str, Tensor]:
+            # Compiled for one layout in memory, while an environment may give slices of a larger tensor.
+            output: dict[str, Tensor] = compiled({name: value.contiguous() for name, value in carry.items()})
+            return output
+
+        return act
 
     def start(self) -> None:
         """Start new episodes everywhere."""
@@ -154,10 +164,10 @@ def add_values(batch: TensorDict, policy: Policy) -> None:
 
 
 def _plain(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else {k: _plain(v) for k, v in value.items()}
+    return value.clone() if isinstance(value, Tensor) else {k: _plain(v) for k, v in value.items()}
 
 
 def _restored(value: Any, num_envs: int, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.to(device)
     return TensorDict({k: _restored(v, num_envs, device) for k, v in value.items()}, batch_size=[num_envs])

@@ -59,6 +59,11 @@ def whole_number(text: str, least: int, most: int) -> int:
     return int(text)
 
 
+def warn(note: str) -> None:
+    """Say what is left out or done otherwise; it is no part of the output."""
+    print(f"apexrl: {note}", file=sys.stderr)
+
+
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a bar while whole episodes are counted; nothing without a terminal."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from apexrl.commands.common import AddCommand, Overrides, not_negative, positive, progress
+from apexrl.commands.common import AddCommand, Overrides, not_negative, positive, progress, warn
 from apexrl.errors import ConfigError
 
 _DEMO_OPTIONS = {"task.benchmark_name": "SUITE", "task.task_names_to_use": "--tasks", "task.cameras": "--cameras"}
@@ -61,7 +61,7 @@ def _shape(sizes: Sequence[int | str]) -> str:
 def _plot(options: argparse.Namespace, _: Overrides) -> int:
     from apexrl.plots import plot_runs
 
-    path = plot_runs(options.run_dirs, options.output or options.run_dirs[0] / "curve.png")
+    path = plot_runs(options.run_dirs, options.output or options.run_dirs[0] / "curve.png", warn)
     print(path)
     for run_dir in options.run_dirs:
         _plot_adaptation(run_dir, path)

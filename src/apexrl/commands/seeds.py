@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from apexrl.commands.common import Overrides
+from apexrl.commands.common import Overrides, warn
 from apexrl.errors import ConfigError, RunDirError
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _show(stored: SeedRuns) -> int:
     print(f"Results: {stored.directory / FILE}")
     if stored.config["features"]["save_plot"]:
         try:
-            print(f"Learning curve: {plot_runs([stored.directory], stored.directory / 'curve.png')}")
+            print(f"Learning curve: {plot_runs([stored.directory], stored.directory / 'curve.png', warn)}")
         except RunDirError as error:
             print(f"No learning curve: {error}")
     if failed := stored.with_state("failed"):

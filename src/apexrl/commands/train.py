@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from apexrl.commands.common import AddCommand, Overrides, positive, progress
+from apexrl.commands.common import AddCommand, Overrides, positive, progress, warn
 from apexrl.commands.evaluate import show_tasks, write_video
 from apexrl.commands.seeds import resume_seeds, start_seeds
 from apexrl.errors import ConfigError, EnvError, RunDirError
@@ -130,7 +130,7 @@ def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:
         print(f"Results: {write_final_results(run_dir, trainer.iteration, trainer.total_steps)}")
     if config.features.save_plot:
         try:
-            print(f"Learning curve: {plot_runs([run_dir], run_dir / 'curve.png')}")
+            print(f"Learning curve: {plot_runs([run_dir], run_dir / 'curve.png', warn)}")
         except RunDirError as error:
             print(f"No learning curve: {error}")
     if config.features.save_video:

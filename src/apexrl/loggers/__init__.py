@@ -2,7 +2,7 @@
 
 from apexrl.loggers.base import Logger
 from apexrl.loggers.console import ConsoleLogger
-from apexrl.loggers.jsonl import JsonlLogger, append_json_line, cut_json_lines, read_json_lines
+from apexrl.loggers.jsonl import JsonlLogger, append_json_line, cut_json_lines, parse_json_lines, read_json_lines
 from apexrl.loggers.tensorboard import TensorBoardLogger
 from apexrl.loggers.wandb import WandbLogger
 
@@ -14,5 +14,6 @@ __all__ = [
     "WandbLogger",
     "append_json_line",
     "cut_json_lines",
+    "parse_json_lines",
     "read_json_lines",
 ]

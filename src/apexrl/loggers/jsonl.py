@@ -42,8 +42,13 @@ def _is_finite(value: Any) -> bool:
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read a JSON-lines file; a line that a kill cut off in the middle is left out."""
+    return parse_json_lines(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else []
+
+
+def parse_json_lines(text: str) -> list[dict[str, Any]]:
+    """Return the objects of a text with one a line; other lines are left out."""
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+    for line in text.splitlines():
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -54,7 +59,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_json_lines(path: Path, last_iteration: int, max_lines: int | None = None) -> None:
-    """Drop the lines after an iteration, so that a resumed run writes them anew. The file is replaced atomically.
+    """Drop the lines after an iteration, so that a resumed run writes them anew, and those that are damaged.
+
+    The file is replaced atomically.
 
     Args:
         path: a file that need not exist.
@@ -63,5 +70,10 @@ def cut_json_lines(path: Path, last_iteration: int, max_lines: int | None = None
     """
     if not path.exists():
         return
-    kept = [record for record in read_json_lines(path) if record.get("iteration", 0) <= last_iteration][:max_lines]
+    kept = [record for record in read_json_lines(path) if _is_up_to(last_iteration, record.get("iteration", 0))]
+    kept = kept[:max_lines]
     files.replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def _is_up_to(last_iteration: int, iteration: Any) -> bool:
+    return isinstance(iteration, int | float) and iteration <= last_iteration

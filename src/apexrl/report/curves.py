@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apexrl.intervals import wilson_interval
-from apexrl.report.records import LARGEST, Estimate
+from apexrl.records import LARGEST, Estimate
 from apexrl.report.runs import Group, Run, last
 
 Array = NDArray[np.float64]

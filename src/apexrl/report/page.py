@@ -15,9 +15,9 @@ from typing import Any
 from apexrl.errors import ConfigError
 from apexrl.files import replace_text
 from apexrl.provenance import provenance
+from apexrl.records import Evaluation
 from apexrl.report import figures
 from apexrl.report.curves import Time, common_axis, final_estimate, time_spent
-from apexrl.report.records import Evaluation
 from apexrl.report.runs import REPEAT, Group, PinnedResult, Run, find_runs, group_runs, read_run
 
 MAX_VIDEO_BYTES = 20 * 2**20

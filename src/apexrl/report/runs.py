@@ -18,7 +18,7 @@ from apexrl.collectors.init_states import read_statistics
 from apexrl.config import read_config
 from apexrl.errors import ConfigError, RunDirError
 from apexrl.provenance import STARTS
-from apexrl.report.records import Damage, Evaluation, Start, columns, evaluation, evaluations, read_lines, starts
+from apexrl.records import Damage, Evaluation, Start, evaluation, read_lines, read_log, starts
 from apexrl.suite_run import FINAL_RESULTS, METRICS, ROLLOUT_STATS
 
 SEED = "training.seed"
@@ -135,31 +135,31 @@ def read_run(path: Path) -> Run:
     """Read one run directory."""
     notes: list[str] = []
     text, config = _read_config(path / "config.yaml", notes)
-    damages = [Damage(path / name) for name in ("metrics.jsonl", "evaluations.jsonl", STARTS)]
-    lines, records, started = (read_lines(damage.file, notes) for damage in damages)
-    table, evaluated = columns(lines, damages[0]), evaluations(records, damages[1])
-    begun = starts(started, damages[2])
-    notes += [note for damage in damages for note in damage.notes()] + _changes(begun)
+    log = read_log(path, notes)
+    damage = Damage(path / STARTS)
+    started = read_lines(damage.file, notes)
+    begun = starts(started, damage)
+    notes += damage.notes() + _changes(begun)
     results = _read_results(path)
     videos = sorted(file for file in path.glob("*.mp4") if file.is_file() and not file.name.endswith(".part.mp4"))
-    if not lines:
+    if not log.columns:
         notes.append("no training has been logged yet.")
-    if not evaluated:
+    if not log.evaluations:
         notes.append(f"no evaluation yet; 'apexrl eval {path}' makes one once there is a checkpoint.")
     run = Run(
         path=path,
         config=config,
         config_text=text,
-        columns=table,
-        evaluations=evaluated,
+        columns=log.columns,
+        evaluations=log.evaluations,
         pinned=[_pinned(file, record, notes) for file, record in results.items()],
         init_states=_read_init_states(path, config, notes),
         videos=videos,
         starts=begun,
-        recorded=_recorded([*started, *records, *results.values()]),
+        recorded=_recorded([*started, *results.values()]),
         notes=notes,
     )
-    if run.progress is not None and run.progress < 1 and lines:
+    if run.progress is not None and run.progress < 1 and log.columns:
         notes.append(f"stopped at {run.progress:.0%}, or still running; 'apexrl train --resume {path}' goes on.")
     return run
 

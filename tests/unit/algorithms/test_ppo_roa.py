@@ -104,9 +104,13 @@ def test_each_half_of_the_update_trains_its_modules_and_no_others(
 def test_finetune_leaves_encoder_and_teacher_alone_to_the_last_bit() -> None:
     algorithm = make_roa(phase="finetune")
     collector, before = make_collector(algorithm), snapshot(algorithm)
+    obs = collector.collect(NUM_STEPS)["observation"]
+    algorithm.policy.update_normalizer(obs)
+    acted = algorithm.roa.teacher.distribution(obs).mode
     for _ in range(4):
         metrics = algorithm.update(collector.collect(NUM_STEPS))
     assert changed(algorithm, before) == {"actor_adapt", "critic", "adapt_module", "adapt_ema"}
+    assert torch.equal(algorithm.roa.teacher.distribution(obs).mode, acted), "the normaliser moved its inputs"
     assert "imitation_loss" not in metrics
 
 

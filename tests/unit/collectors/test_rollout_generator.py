@@ -18,8 +18,9 @@ from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, Ro
 from apexrl.collectors.rollout_generator import RolloutGenerator
 from apexrl.collectors.suite_runner import SuiteRunner
 from apexrl.envs.suite_env import SuiteVecEnv
-from apexrl.envs.suites.base import Simulator
+from apexrl.envs.suites.base import InitState, Simulator
 from apexrl.errors import ConfigError, EnvError
+from apexrl.evaluation import evaluate_starts
 from apexrl.policies.base import Policy
 from apexrl.types import Observation, PolicyOutput
 
@@ -482,18 +483,26 @@ def test_evaluation_covers_every_task_and_touches_nothing() -> None:
         assert evaluated.policy.training
         assert isinstance(evaluated.policy, PointPolicy)
         assert set(evaluated.policy.modes) == {False}
-    assert results[0] == results[1]
-    assert results[0] == {
-        "overall_success_rate": 0.5,
-        "reward": 0.5,
-        "episodes": 12,
-        "lost": 0,
-        "per_task": {
-            "right": {"success_rate": 1.0, "successes": 6, "episodes": 6},
-            "left": {"success_rate": 0.0, "successes": 0, "episodes": 6},
-        },
-    }
-    assert json.loads(json.dumps(results[0])) == results[0]
+    whole = results[0].record()
+    assert whole == results[1].record()
+    assert (whole["success_rate"], whole["return"], whole["episodes"], results[0].num_lost) == (0.5, 0.5, 12, 0)
+    tasks = {name: (task["success_rate"], task["episodes"]) for name, task in whole["per_task"].items()}
+    assert tasks == {"right": (1.0, 6), "left": (0.0, 6)}
+
+
+def test_the_runner_finds_what_evaluating_the_same_starts_finds() -> None:
+    evaluated = runner(ALWAYS, SOMETIMES, num_states=8)
+    starts = [InitState(task, state) for task in range(2) for state in evaluated.suite.init_states(task, "val")]
+    expected = evaluate_starts(evaluated.env, evaluated.policy, starts).episodes
+    found = evaluated.run().episodes
+    assert len(set(found["episode_len"])) > 1
+    for name in ("return", "episode_len", "reward", "success_once", "success_at_end", "control_steps", "task_id"):
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+def test_an_evaluation_counts_what_it_lost(dying_env: SuiteVecEnv) -> None:
+    found = dying_generator(dying_env, rollouts_per_env=2, num_envs=1).env_runner.run(4)
+    assert (found.num_episodes, found.num_lost) == (2, 2)
 
 
 def test_evaluation_takes_the_first_init_states_of_the_validation_split() -> None:
@@ -501,7 +510,7 @@ def test_evaluation_takes_the_first_init_states_of_the_validation_split() -> Non
     assigned: list[Any] = []
     assign = evaluated.env.assign
     evaluated.env.assign = lambda episodes: (assigned.extend(episodes), assign(episodes))[1]  # type: ignore[func-returns-value,method-assign]
-    assert evaluated.run(2)["episodes"] == 4
+    assert evaluated.run(2).num_episodes == 4
     for task in range(2):
         for index in range(2):
             episode = assigned[2 * task + index]
@@ -514,7 +523,8 @@ def test_evaluation_takes_the_first_init_states_of_the_validation_split() -> Non
 def test_sampled_evaluation_follows_its_seed() -> None:
     evaluated = runner(SOMETIMES, num_states=20)
     results = [evaluated.run(deterministic=False, seed=seed) for seed in (1, 1, 2)]
-    assert results[0] == results[1] != results[2]
+    returns = [result.episodes["return"].tolist() for result in results]
+    assert returns[0] == returns[1] != returns[2]
 
 
 def test_the_runner_runs_one_task_from_given_states() -> None:

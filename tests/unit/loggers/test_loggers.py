@@ -59,7 +59,7 @@ def test_lines_after_an_iteration_are_cut(tmp_path: Path) -> None:
     for record in records:
         append_json_line(path, record)
     with path.open("a") as file:
-        file.write('{"iteration": 4, "torn')
+        file.write('{"iteration": "4"}\n{"iteration": null}\n{"iteration": 4, "torn')
     cut_json_lines(path, 4)
     assert read_json_lines(path) == records[:3]
     assert path.read_text().endswith("}\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apexrl.evaluation_result import RATE_FIELDS
-from apexrl.loggers import read_json_lines
+from apexrl.loggers import parse_json_lines
 
 LARGEST = 1e100
 """Of a number; sums and products of larger ones need not be numbers."""
@@ -58,6 +58,26 @@ class Start:
     versions: str
 
 
+@dataclass(frozen=True)
+class Log:
+    """What a run has logged while it trained."""
+
+    columns: dict[str, NDArray[np.float64]]
+    """Name in ``metrics.jsonl`` -> one value a line, NaN where a line does not have it."""
+    evaluations: list[Evaluation]
+
+    def trained(self, name: str) -> dict[float, float]:
+        """Return environment steps -> what training saw, in order; of two lines at one step the later."""
+        steps, values = (self.columns.get(column, np.empty(0)) for column in ("total_steps", name))
+        known = [pair for pair in zip(steps.tolist(), values.tolist(), strict=False) if not any(map(math.isnan, pair))]
+        return dict(sorted(dict(known).items()))
+
+    def evaluated(self, name: str) -> dict[int, Estimate]:
+        """Return environment steps -> what evaluations gave, in order; of two at one step the later."""
+        known = {entry.step: entry.fields[name] for entry in self.evaluations if name in entry.fields}
+        return dict(sorted(known.items()))
+
+
 class Damage:
     """What cannot be used of a file: of every field the first value, and how many there are."""
 
@@ -68,32 +88,48 @@ class Damage:
     def add(self, field: str, wanted: str, value: Any) -> None:
         """Remember a value that is not what was wanted."""
         text, count = self._found.get(field, ("", 0))
-        got = json.dumps(value)
-        self._found[field] = text or f"must be {wanted}, got {got if len(got) <= 40 else f'{got[:40]}…'}", count + 1
+        name = _shown(field, 200).strip('"')
+        self._found[field] = text or f"'{name}' must be {wanted}, got {_shown(value)}", count + 1
 
     def notes(self) -> list[str]:
         """Return a sentence about every field."""
         return [
-            f"{self.file}: '{name}' {text}; left out{f' {count} times' if count > 1 else ''}."
-            for name, (text, count) in self._found.items()
+            f"{self.file}: {text}; left out{f' {count} times' if count > 1 else ''}."
+            for text, count in self._found.values()
         ]
 
 
+def read_log(run_dir: Path, notes: list[str], names: Collection[str] | None = None) -> Log:
+    """Read ``metrics.jsonl``, of which only some names may be wanted, and ``evaluations.jsonl`` of a run."""
+    metrics, evaluated = (Damage(run_dir / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
+    lines, records = read_lines(metrics.file, notes), read_lines(evaluated.file, notes)
+    log = Log(columns(lines, metrics, names), evaluations(records, evaluated))
+    notes += metrics.notes() + evaluated.notes()
+    return log
+
+
 def read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Read a JSON-lines file, with a note about the lines that are none."""
-    # Counted before they are read, because a run that goes on appends meanwhile.
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    num_lines = sum(bool(line.strip()) for line in text.splitlines())
-    records = read_json_lines(path)
+    """Read a JSON-lines file that need not exist, with a note about the lines that are none."""
+    try:
+        content = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        notes.append(f"{path} cannot be read: {error.strerror or error}; left out.")
+        return []
+    records = parse_json_lines(content)
+    num_lines = sum(bool(line.strip()) for line in content.splitlines())
     if len(records) < num_lines:
         notes.append(f"{path}: {num_lines - len(records)} of {num_lines} lines are damaged or cut off; left out.")
     return records
 
 
-def columns(lines: Sequence[Mapping[str, Any]], damage: Damage) -> dict[str, NDArray[np.float64]]:
-    """Return name -> one value a line, NaN where a line does not have it, of the names that have any."""
+def columns(
+    lines: Sequence[Mapping[str, Any]], damage: Damage, names: Collection[str] | None = None
+) -> dict[str, NDArray[np.float64]]:
+    """Return name -> one value a line, NaN where a line does not have it, of the names, or all, that have any."""
     found = {}
-    for name in dict.fromkeys(name for line in lines for name in line):
+    for name in names or dict.fromkeys(name for line in lines for name in line):
         is_rate = name in _SHARES or (name.startswith("rollout/") and name.removeprefix("rollout/") in _RATES)
         values = np.full(len(lines), math.nan)
         for index, line in enumerate(lines):
@@ -109,7 +145,7 @@ def evaluations(records: Iterable[Mapping[str, Any]], damage: Damage) -> list[Ev
     """Return the evaluations of a file; one without a step has no place on the page."""
     found = []
     for record in records:
-        if _is_count(record.get("step")):
+        if is_count(record.get("step")):
             found.append(evaluation(record, damage))
         else:
             damage.add("step", COUNT, record.get("step"))
@@ -129,7 +165,7 @@ def evaluation(record: Mapping[str, Any], damage: Damage) -> Evaluation:
             fields[name] = Estimate(mean, *(bounds or (mean, mean)))
     counts = {name: record.get(name, 0) for name in ("iteration", "step", "episodes")}
     for name, value in counts.items():
-        if not _is_count(value):
+        if not is_count(value):
             damage.add(name, COUNT, value)
             counts[name] = 0
     return Evaluation(**counts, fields=fields, tasks=_tasks(record, damage))
@@ -139,7 +175,7 @@ def starts(records: Iterable[Mapping[str, Any]], damage: Damage) -> list[Start]:
     """Return when, from where and with what a run was started; a line without an iteration has no place."""
     found = []
     for record in records:
-        if _is_count(record.get("iteration")):
+        if is_count(record.get("iteration")):
             machine = ", ".join(filter(None, (text(record.get("machine")), text(record.get("platform")))))
             commit, versions = text(record.get("commit")), text(record.get("versions"))
             found.append(Start(text(record.get("time")), record["iteration"], commit, machine, versions))
@@ -177,7 +213,7 @@ def _tasks(record: Mapping[str, Any], damage: Damage) -> dict[str, tuple[int, in
         entry = task if isinstance(task, dict) else {}
         rate = _checked(entry.get("success_rate"), f"per_task.{name}.success_rate", damage, is_rate=True)
         episodes: Any = entry.get("episodes")
-        if not _is_count(episodes):
+        if not is_count(episodes):
             damage.add(f"per_task.{name}.episodes", COUNT, episodes)
         elif rate is not None:
             tasks[name] = (round(rate * episodes), episodes)
@@ -193,9 +229,19 @@ def _checked(value: Any, name: str, damage: Damage, *, is_rate: bool) -> float |
     return None
 
 
+def _shown(value: Any, most: int = 40) -> str:
+    """Write a value in a line of plain letters, cut off where it is long."""
+    try:
+        written = json.dumps(value)
+    except RecursionError:  # it was read with less on the stack
+        return "deeply nested values"
+    return written if len(written) <= most else f"{written[:most]}…"
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number of things, and one that floating-point numbers hold exactly."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
