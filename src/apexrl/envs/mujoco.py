@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,6 +41,9 @@ from apexrl.types import EnvStep, Observation
 TASKS: dict[str, type[MujocoTask]] = {**GYMNASIUM_TASKS, "WalkerPayload": WalkerPayload}
 """The tasks by name."""
 
+LOCK_SECONDS = 8e-6
+"""How long a thread that simulates one environment after the other holds the interpreter's lock for each."""
+
 
 class MujocoVecEnv(SeededVecEnv):
     """Gymnasium's MuJoCo tasks, bit for bit, at the speed of the simulator alone.
@@ -57,7 +61,8 @@ class MujocoVecEnv(SeededVecEnv):
             ``"Ant-v5"``, ``"Humanoid-v5"``), ``"WalkerPayload"``, or a task of your own.
         num_envs: N.
         device: where the tensors are wanted; the simulation runs on the CPU.
-        num_threads: threads that simulate, this one included; one for each core unless told.
+        num_threads: threads that simulate, this one included; unless told one for each core, or fewer where a step
+            is so short that they would wait for each other.
         max_episode_steps: steps after which an episode is truncated; the task's ``episode_steps`` unless told.
         models: one ``MjModel`` for each environment, all of the same sizes, instead of the task's.
         randomize: called with a copy of the model and a generator for each environment when it is made, to change
@@ -107,9 +112,20 @@ class MujocoVecEnv(SeededVecEnv):
         self._seed_generators(range(first, first + num_envs))
         self._was_reset = False
         self._requested_threads = num_threads
-        self._threads = Threads(min(num_cores() if num_threads is None else max(num_threads, 1), num_envs))
+        wanted = self._useful_threads() if num_threads is None else max(num_threads, 1)
+        self._threads = Threads(min(wanted, num_envs))
         self._stop_threads = weakref.finalize(self, self._threads.close)
         self._camera: Camera | None = None
+
+    def _useful_threads(self) -> int:
+        """Return how many threads to simulate with: a thread holds the interpreter's lock between two simulations."""
+        mj_step, model, substeps = self._mujoco.mj_step, self._base, self.task.frame_skip
+        data = self._mujoco.MjData(model)
+        mj_step(model, data, 40 * substeps)  # until it lies on the ground
+        started = time.perf_counter()
+        mj_step(model, data, 10 * substeps)
+        seconds = (time.perf_counter() - started) / 10
+        return max(1, min(num_cores(), round(seconds / LOCK_SECONDS)))
 
     def _make_fields(self) -> tuple[dict[str, Array], list[tuple[list[Array], Array]]]:
         """Return arrays ``[N, ...]`` for the task's fields, and what to concatenate into which to fill them."""

@@ -121,6 +121,18 @@ def test_the_number_of_threads_changes_nothing() -> None:
         assert_same(trace, traces[0])
 
 
+@pytest.mark.parametrize(("lock_seconds", "num_threads"), [(10.0, 1), (1e-12, 64)])
+def test_a_short_step_gets_fewer_threads_than_cores(
+    monkeypatch: pytest.MonkeyPatch, lock_seconds: float, num_threads: int
+) -> None:
+    monkeypatch.setattr("apexrl.envs.mujoco.num_cores", lambda: 64)
+    monkeypatch.setattr("apexrl.envs.mujoco.LOCK_SECONDS", lock_seconds)
+    before = threading.active_count()
+    env = MujocoVecEnv("HalfCheetah-v5", 64)
+    assert threading.active_count() - before == num_threads - 1
+    env.close()
+
+
 def lighten_the_second(models: list[Any]) -> None:
     models[1].body_mass[:] *= 0.5
 
