@@ -47,6 +47,17 @@ class PixelTask(_Bandit):
         return float(int(action) == self.side)
 
 
+class PixelAimTask(PixelTask):
+    """The same picture; the action is -0.5 for left and 0.5 for right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = gym.spaces.Box(-1, 1, (1,))
+
+    def score(self, action: Any) -> float:
+        return float(1.0 - abs(action - (self.side - 0.5)).item())
+
+
 class DictTask(_Bandit):
     """A goal in one group, a mirror flag in another: the action must name the goal, mirrored when asked."""
 
