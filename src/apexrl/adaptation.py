@@ -25,6 +25,8 @@ LARGE_CHANGES: dict[str, dict[str, Any]] = {
     "mujoco/WalkerPayload": {"change": "strength", "strength_range": [1.4, 1.4], "change_to": 0.6},
 }
 """Tasks whose physics can change within an episode, and options by which motors lose most of their strength."""
+CHANGE_OPTIONS = ("change_step", "change", "change_to", "fixed")
+"""Options of these tasks that would contradict them."""
 
 
 class Adaptation(NamedTuple):
@@ -33,7 +35,7 @@ class Adaptation(NamedTuple):
     rewards: dict[str, NDArray[np.float64]]
     """Contender -> mean reward of every step."""
     true: NDArray[np.float64]
-    """``[T, F]`` the privileged feature along one episode of the student."""
+    """``[T, F]`` the privileged feature along one episode of the student, up to its end."""
     guess: NDArray[np.float64]
     """``[T, F]`` what the student took it for."""
     change_step: int
@@ -92,10 +94,11 @@ def compare(trained: TrainedPolicy, episodes: int = EPISODES) -> Adaptation:
     num_steps = min(usual.max_episode_steps or 200, 500)
     large_change = LARGE_CHANGES.get(trained.config.task.id or "")
     change_step = num_steps // 2 if large_change else 0
-    changing, one = usual, trained.make_env(1)
     if large_change:
-        changing = _with_options(trained, episodes, {"change_step": change_step, "change": large_change["change"]})
-        one = _with_options(trained, 1, {"change_step": change_step, **large_change})
+        changing = _with_change(trained, episodes, {"change_step": change_step, "change": large_change["change"]})
+        one = _with_change(trained, 1, {"change_step": change_step, **large_change})
+    else:
+        changing, one = usual, trained.make_env(1)
     contenders = {
         "teacher": policy.teacher,
         "student": policy,
@@ -103,17 +106,20 @@ def compare(trained: TrainedPolicy, episodes: int = EPISODES) -> Adaptation:
     }
     rewards = {name: mean_rewards(changing, who, num_steps).double().numpy() for name, who in contenders.items()}
     actor = make_actor(policy, one.device, deterministic=True)
-    batch, _ = rollout(one, actor, {OBSERVATION: one.reset(seed=5)}, num_steps, keep={OBSERVATION})
+    carry = {OBSERVATION: one.reset(seed=5)}
+    batch, _ = rollout(one, actor, carry, num_steps, keep={OBSERVATION}, until_done=True)
     guess, true = (x.double().cpu().numpy() for x in guessed_and_true(policy, batch[OBSERVATION].reshape(-1)))
     for env in (usual, changing, one):
         env.close()
     return Adaptation(rewards, true, guess, change_step)
 
 
-def _with_options(trained: TrainedPolicy, num_envs: int, options: dict[str, Any]) -> VecEnv:
+def _with_change(trained: TrainedPolicy, num_envs: int, options: dict[str, Any]) -> VecEnv:
+    """Make environments of the task with a change of physics in place of its own."""
     task = trained.config.task
     assert isinstance(task, TaskConfig)
-    config = replace(trained.config, task=replace(task, kwargs={**task.kwargs, **options}))
+    kept = {name: value for name, value in task.kwargs.items() if name not in CHANGE_OPTIONS}
+    config = replace(trained.config, task=replace(task, kwargs={**kept, **options}))
     return make_task(config, trained.device, num_envs)
 
 
@@ -131,7 +137,9 @@ def draw(adaptation: Adaptation, path: Path) -> Path:
     for index in np.argsort(-adaptation.true.std(0))[:3]:
         right.plot(adaptation.true[:, index], color=f"C{index}", linestyle="--")
         right.plot(adaptation.guess[:, index], color=f"C{index}", label=f"feature {index}")
-    right.set(title="privileged feature: true (dashed), guessed", xlabel="step")
+    length, num_steps = len(adaptation.true), len(next(iter(adaptation.rewards.values())))
+    ended = f" (the episode ended after {length})" if length < num_steps else ""
+    right.set(title="privileged feature: true (dashed), guessed", xlabel=f"step{ended}")
     for axis in (left, right):
         if adaptation.change_step:
             axis.axvline(adaptation.change_step, color="gray", linestyle=":", label="motors change")

@@ -38,8 +38,9 @@ FILES = {"onnx": "policy.onnx", "torchscript": "policy.pt"}
 """Format -> the file it is written to."""
 TOLERANCE = 1e-5
 """A file whose actions differ from the policy's by this much, relative to actions above 1, is not kept."""
-NUM_ENVS, NUM_STEPS = 4, 100
-"""Of the rollout whose observations the files are tried on."""
+NUM_ENVS, NUM_STEPS, MAX_EPISODE = 4, 100, 1000
+"""Of the rollout whose observations the files are tried on: so many steps more than an episode has, as far as that is
+known, so that a reset is among them; an episode counts as ``MAX_EPISODE`` steps at most."""
 OPSET = 17
 """Of ONNX: everything that policies use exists in it, and runtimes from 2022 on read it."""
 
@@ -209,7 +210,8 @@ def record(env: VecEnv, policy: Policy) -> TensorDict:
     """Let the policy act deterministically; returns the observations, actions and ends, ``[T, N]`` on the CPU."""
     carry = {OBSERVATION: env.reset(seed=0), **initial_state(policy, env)}
     actor = make_actor(policy, env.device, deterministic=True)
-    batch, _ = rollout(env, actor, carry, NUM_STEPS, keep={OBSERVATION, ACTION})
+    num_steps = NUM_STEPS + min(env.max_episode_steps or 0, MAX_EPISODE)
+    batch, _ = rollout(env, actor, carry, num_steps, keep={OBSERVATION, ACTION})
     return batch.cpu()
 
 

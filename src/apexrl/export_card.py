@@ -52,7 +52,7 @@ def inputs_and_outputs(policy: Policy, paths: Sequence[str], env: VecEnv, step: 
         {
             **_layout(path, tensors[path]),
             "group": path.split(".")[0],
-            "meaning": _meaning(path, spaces[path], policy),
+            "meaning": _meaning(path, spaces[path], policy, env),
             "normalizer": _normalizer(path, policy),
         }
         for path in paths
@@ -74,14 +74,17 @@ def _layout(name: str, tensor: Tensor) -> dict[str, Any]:
     return {"name": name, "shape": ["batch", *tensor.shape[1:]], "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
-def _meaning(path: str, space: gym.spaces.Box, policy: Policy) -> str:
+def _meaning(path: str, space: gym.spaces.Box, policy: Policy, env: VecEnv) -> str:
     if is_picture(space):
         return "picture, 0 to 255, as the task gives it"
     text = MEANINGS.get(path, f"observation '{path}' of the task")
     history = getattr(policy, "history", 1)
-    if path == OBS_KEY and history > 1:
-        return f"{text}: {history} frames of {math.prod(space.shape) // history} numbers, the oldest first"
-    return text
+    if path != OBS_KEY or history == 1:
+        return text
+    parts: Mapping[str, int] = getattr(getattr(env, "task", env), "frame_parts", {})
+    held = "; ".join(f"{name} ({number})" for name, number in parts.items()) or "as the task stacks them"
+    frames = f"{history} frames of {math.prod(space.shape) // history} numbers, the oldest first"
+    return f"{text}: {frames}; frames from before the episode are zeros. In each frame, in order: {held}"
 
 
 def _normalizer(path: str, policy: Policy) -> dict[str, Any] | None:

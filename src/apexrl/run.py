@@ -23,7 +23,7 @@ import yaml
 from apexrl import distributed, files
 from apexrl.agent import Trainer, checkpoint
 from apexrl.agent.trainer import env_seed
-from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig, RLOOConfig
+from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig, PPOROAConfig, RLOOConfig
 from apexrl.algorithms.base import find_device
 from apexrl.collectors import AsyncCollector, BaseCollector, RayCollector, RolloutGenerator, SyncCollector
 from apexrl.config import Config, make_config, read_config, with_overrides
@@ -64,6 +64,11 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
         trainer = make_trainer(config, run_dir, loggers, init_from=config.training.init_from)
         trainer.loggers[:0] = file_loggers(config, run_dir)
         trainer.run_lock = lock
+        if isinstance(config.algo, PPOROAConfig) and config.algo.phase == "finetune" and not config.training.init_from:
+            trainer.tell(
+                "algo.phase finetune without training.init_from: encoder and teacher are untrained and stay so. Name a "
+                "run of phase train."
+            )
         distributed.on_first(partial(add_start, run_dir, 0, trainer.policy.device))
     except BaseException:
         if trainer is not None:
@@ -403,6 +408,11 @@ def make_policy(
     if isinstance(cfg, VLAConfig):
         options = {**_vla_options(cfg), "chunk": getattr(env, "chunk", 1)}
         return algorithm.policies[cfg.kind].for_env(env, **options).to(device)
+    if cfg.kind == "roa" and (cfg.actor_groups is not None or cfg.memory_dim != PolicyConfig.memory_dim):
+        raise ConfigError(
+            f"policy.actor_groups must be null and policy.memory_dim {PolicyConfig.memory_dim} with policy.kind roa, "
+            f"which reads neither; got {cfg.actor_groups and list(cfg.actor_groups)} and {cfg.memory_dim}."
+        )
     policy = algorithm.policies[cfg.kind].for_env(env, **_policy_options(cfg, algorithm.critic_options(algo)))
     return policy.to(device)
 

@@ -86,6 +86,19 @@ def test_the_first_weights_are_those_of_the_checkpoint(teacher: Path, tmp_path: 
         assert (trainer.iteration, trainer.total_steps) == (0, 0)
 
 
+def test_finetune_without_a_teacher_says_so_once(
+    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "algo.phase finetune without training.init_from: encoder and teacher are untrained"
+    assert train(tmp_path / "teacher", algo__phase="train") == 0
+    assert train(tmp_path / "student", algo__phase="finetune", training__init_from=str(teacher)) == 0
+    assert said not in capsys.readouterr().out
+    assert train(tmp_path / "alone", algo__phase="finetune") == 0
+    assert capsys.readouterr().out.count(said) == 1
+    assert main(["train", "--resume", str(tmp_path / "alone"), "--training.total_timesteps", "96"]) == 0
+    assert said not in capsys.readouterr().out
+
+
 def test_a_teacher_goes_on_from_a_finetuned_run(teacher: Path, tmp_path: Path) -> None:
     assert train(tmp_path / "student", algo__phase="finetune", training__init_from=str(teacher)) == 0
     assert train(tmp_path / "again", algo__phase="train", training__init_from=str(tmp_path / "student")) == 0

@@ -21,8 +21,14 @@ SETTINGS = {
     "cartpole_ppo": {},
     "pendulum_ppo": {"task.num_envs": "16"},
     "halfcheetah_ppo": {"algo.num_steps": "64", "algo.num_minibatches": "4"},
+    # The third iteration is of phase finetune.
+    "payload_roa": {"task.num_envs": "16", "policy.normalize_obs": "true", "algo.encoder_penalty": "0.1"},
 }
-KEYS = ("rollout/mean_reward", "rollout/mean_value", "train/loss", "train/approx_kl", "train/grad_norm")
+KEYS = (
+    *("rollout/mean_reward", "rollout/mean_value", "train/loss", "train/approx_kl", "train/grad_norm"),
+    *("train/adapt_loss", "train/imitation_loss"),
+)
+"""What is compared, where it is logged."""
 
 
 def trace(preset: str, run_dir: Path) -> list[dict[str, float]]:
@@ -36,7 +42,9 @@ def trace(preset: str, run_dir: Path) -> list[dict[str, float]]:
     threads = torch.get_num_threads()
     trainer = make_trainer(config, run_dir)
     records: list[dict[str, float]] = []
-    trainer.add_callback("post_iteration", lambda _, stats: records.append({key: stats[key] for key in KEYS}))
+    trainer.add_callback(
+        "post_iteration", lambda _, stats: records.append({key: stats[key] for key in KEYS if key in stats})
+    )
     rollouts = 3 + trainer.policy.has_new_normalizer  # a new normaliser sees one before anything is learned
     trainer.learn(rollouts * trainer.algorithm.num_steps * config.task.num_envs)
     trainer.close()

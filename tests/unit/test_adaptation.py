@@ -1,6 +1,8 @@
 """The picture of teacher and student."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +10,10 @@ import torch
 from PIL import Image
 
 from apexrl import ActorCritic, ROAPolicy, make_env, run
-from apexrl.adaptation import compare, mean_rewards, with_fixed_latent
+from apexrl.adaptation import compare, draw, mean_rewards, with_fixed_latent
 from apexrl.cli import main
+from apexrl.envs.tasks import TASKS, Payload
+from apexrl.sections import TaskConfig
 
 SMALL = {
     "task.num_envs": "8", "policy.hidden_dims": "[8]", "policy.adapt_dims": "[8]", "algo.num_steps": "8",
@@ -33,6 +37,48 @@ def test_plot_also_draws_how_the_student_adapts(roa: Path, capsys: pytest.Captur
     assert capsys.readouterr().out.split() == [str(roa / "curve.png"), str(path)]
     with Image.open(path) as picture:
         assert len(set(picture.convert("L").get_flattened_data())) > 50
+
+
+def test_a_run_whose_own_physics_change_is_drawn_too(roa: Path) -> None:
+    trained = run.load_trained(roa)
+    assert isinstance(trained.config.task, TaskConfig)
+    own = {"change_step": 3, "change": "mass", "change_to": {"mass": 3.0}, "fixed": {"gain": 0.5, "drag": 1.0}}
+    kwargs = {**trained.config.task.kwargs, **own}
+    config = replace(trained.config, task=replace(trained.config.task, kwargs=kwargs))
+    adaptation = compare(replace(trained, config=config), episodes=2)
+    plain = compare(trained, episodes=2)
+    assert adaptation.change_step == plain.change_step == 10
+    assert np.array_equal(adaptation.true, plain.true)  # the physics of the one episode are those of the picture
+    assert np.array_equal(adaptation.rewards["teacher"], plain.rewards["teacher"])
+
+
+def test_the_feature_ends_with_the_episode(monkeypatch: pytest.MonkeyPatch, roa: Path, tmp_path: Path) -> None:
+    opened: list[Any] = []
+    closed: list[Any] = []
+
+    class Short(Payload):
+        """Ends its episodes after 7 steps, but says nothing of it, as a robot that falls."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            opened.append(self)
+
+        def _advance(self, state: Any, action: Any, uniform: Any, normal: Any) -> Any:
+            return super()._advance(state, action, uniform, normal)._replace(terminated=self.elapsed + 1 == 7)
+
+        def close(self) -> None:
+            closed.append(self)
+
+    monkeypatch.setitem(TASKS, "payload", Short)
+    trained = run.load_trained(roa)
+    opened.clear()
+    closed.clear()
+    adaptation = compare(trained, episodes=3)
+    assert len(adaptation.true) == len(adaptation.guess) == 7
+    assert adaptation.rewards["student"][6] != 0
+    assert not adaptation.rewards["student"][7:].any()
+    assert {id(env) for env in opened} == {id(env) for env in closed}
+    draw(adaptation, tmp_path / "short.png")
 
 
 def test_the_motors_change_in_the_middle_and_the_true_feature_with_them(roa: Path) -> None:

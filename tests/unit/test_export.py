@@ -307,7 +307,8 @@ def test_the_card_says_what_the_files_are(exported: Callable[[str], Path]) -> No
     assert card["control"] == {"hz": 20.0, "source": "time step of the task"}
     window, command, _ = card["inputs"]
     assert window["shape"] == ["batch", 96]
-    assert "24 frames of 4 numbers, the oldest first" in window["meaning"]
+    assert "24 frames of 4 numbers, the oldest first; frames from before the episode are zeros" in window["meaning"]
+    assert window["meaning"].endswith("In each frame, in order: velocity, m/s (2); last action (2)")
     assert (window["dtype"], window["group"]) == ("float32", "policy")
     normalizer: Any = trained.policy.normalizer
     assert command["normalizer"]["mean"] == normalizer.normalizers["command"].mean.tolist()
@@ -317,11 +318,20 @@ def test_the_card_says_what_the_files_are(exported: Callable[[str], Path]) -> No
     assert (action["name"], action["shape"], action["dtype"]) == ("action", ["batch", 2], "float32")
     assert (action["low"], action["high"], action["caller"]) == ([-1.0, -1.0], [1.0, 1.0], "nothing")
     assert card["use"]["torchscript"] == 'torch.jit.load("policy.pt")(policy, command, object)'
-    assert card["verification"]["observations"] == 400
+    assert card["verification"]["observations"] == 4 * (200 + 100)  # an episode has 200 steps
     assert all(difference < 1e-5 for difference in card["verification"]["largest_difference"].values())
     for name, entry in card["files"].items():
         assert entry["sha256"] == hashlib.sha256((run_dir / "export" / name).read_bytes()).hexdigest()
     assert {path.name for path in (run_dir / "export").iterdir()} == {"policy.onnx", "policy.pt", "policy.json"}
+
+
+@pytest.mark.parametrize("kind", ["roa mlp", "gru"])
+def test_the_files_are_tried_across_a_reset(kind: str, exported: Callable[[str], Path]) -> None:
+    trained = run.load_trained(exported(kind))
+    batch = export.record(trained.make_env(2), trained.policy)
+    ends = batch["done"].squeeze(-1).any(-1).nonzero().flatten()
+    assert len(ends) >= 1
+    assert ends[0] + 20 < len(batch)
 
 
 def test_the_command_on_the_card_runs(exported: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +391,9 @@ def test_any_policy_with_its_environment_can_be_written(tmp_path: Path) -> None:
     policy.train()
     exported = export.write_policy(policy, env, tmp_path / "here", ["torchscript"], about={"task": {"id": "mine"}})
     assert json.loads((tmp_path / "here" / "policy.json").read_text()) == exported.card
-    assert (exported.card["task"], exported.card["verification"]["observations"]) == ({"id": "mine"}, 300)
+    assert env.max_episode_steps is not None
+    observations = 3 * (env.max_episode_steps + 100)
+    assert (exported.card["task"], exported.card["verification"]["observations"]) == ({"id": "mine"}, observations)
     # The policy itself goes on training.
     assert policy.training
     assert all(parameter.requires_grad for parameter in policy.parameters())
@@ -464,7 +476,7 @@ def test_the_command_prints_the_largest_difference(small_run: Path, capsys: pyte
     assert main(["export", str(small_run)]) == 0
     captured = capsys.readouterr()
     assert "Exported iteration_000002.pt (CartPole-v1, ppo)" in captured.out
-    assert "policy.onnx: largest difference 0.0e+00 on 400 recorded observations" in captured.out
+    assert "policy.onnx: largest difference 0.0e+00 on 2400 recorded observations" in captured.out
     assert "inputs: observation [batch, 4]" in captured.out
     assert captured.err == ""
 

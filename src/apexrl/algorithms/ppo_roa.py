@@ -5,7 +5,7 @@ After ROA (Fu et al. 2022, arXiv 2210.10044) and RMA (Kumar et al. 2021, arXiv 2
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -20,7 +20,7 @@ from apexrl.errors import ConfigError
 from apexrl.graphs import Acceleration, Compiled
 from apexrl.optim import FlatAdam, flatten
 from apexrl.policies import Policy, ROAPolicy
-from apexrl.types import OBS_KEY, OBSERVATION
+from apexrl.types import OBS_KEY, OBSERVATION, Observation
 
 Phase = Literal["train", "finetune"]
 
@@ -76,16 +76,13 @@ class PPOROAConfig(PPOConfig):
             )
 
 
-METRICS = ("adapt_loss", "imitation_loss")
-
-
 class PPOROA(PPO):
     """Trains a teacher with privileged information, and a student that adapts from history.
 
     Phase ``train``: the teacher acts; PPO trains encoder, teacher and critic; the adaptation module learns to guess the
     encoder's feature, and the student to act as the teacher does, given the guess. Phase ``finetune``: the student
-    acts with the average of the adaptation module; PPO trains student and critic; encoder, teacher and normaliser stay as
-    they are.
+    acts with the average of the adaptation module; PPO trains student and critic; encoder, teacher and normaliser stay
+    as they are.
 
     Args:
         policy: the networks.
@@ -109,27 +106,29 @@ class PPOROA(PPO):
         cfg, policy = self.roa_cfg, self.roa
         starts_finetune = phase == "finetune" and self.phase == "train"
         self.phase = phase
+        options = (cfg.adapt_learning_rate, cfg.adam_eps, cfg.max_grad_norm)
         if phase == "train":
             self.cfg, self._acting = cfg, policy.teacher
+            self.student_optimizer: FlatAdam | None = FlatAdam(policy.actor_adapt.named_parameters(), *options)
+            self._student_steps: dict[str, Callable[..., Tensor]] = {"imitation_loss": self._imitate}
+            self._added_loss = self._encoder_penalty if cfg.encoder_penalty else super()._penalty
+            self._observers: tuple[Callable[[TensorDict], None], ...] = (self._update_normalizer,)
         else:
             self.cfg = replace(
                 cfg, learning_rate=cfg.finetune_learning_rate, schedule="fixed", target_kl=cfg.finetune_target_kl
             )
             self._acting = policy.student
-        self._imitates = phase == "train"
+            self.student_optimizer, self._student_steps = None, {}  # the student's weights are PPO's own
+            self._added_loss = super()._penalty
+            self._observers = ()  # the normaliser would move the frozen teacher's inputs, and so what it teaches
         if starts_finetune:
             self._explore_as_the_teacher()
         self._prepare(self._acting, apart="critic.")
-        rate, eps, clip = cfg.adapt_learning_rate, cfg.adam_eps, cfg.max_grad_norm
-        self.adapt_optimizer = FlatAdam(policy.adapt_module.named_parameters(), rate, eps, clip)
+        self.adapt_optimizer = FlatAdam(policy.adapt_module.named_parameters(), *options)
         self._average = flatten(policy.adapt_ema.parameters())
-        # In finetune the student's weights are PPO's own.
-        self.student_optimizer = (
-            FlatAdam(policy.actor_adapt.named_parameters(), rate, eps, clip) if self._imitates else None
-        )
         self._run_adapt_step = Compiled(self._adapt_step, enabled=self.acceleration.compile, device=policy.device)
         self._captured_adapt_epoch = self._captured("The adaptation", self._adapt_epoch)
-        self._adapt_progress = Progress(METRICS, policy.device)
+        self._adapt_progress = Progress(("adapt_loss", *self._student_steps), policy.device)
         self._penalty_weight = torch.zeros((), device=policy.device)
 
     def _explore_as_the_teacher(self) -> None:
@@ -153,12 +152,9 @@ class PPOROA(PPO):
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Learn from one rollout ``[T, N]``: PPO, then the adaptation, then, in phase train, the normaliser."""
         metrics = {**self.train_policy(rollout), **self.train_adapt(rollout)}
-        self._update_normalizer(rollout)
+        for observe in self._observers:
+            observe(rollout)
         return metrics
-
-    def _update_normalizer(self, rollout: TensorDict) -> None:
-        if self._imitates:  # in finetune it would move the frozen teacher's inputs, and so what the student learns
-            super()._update_normalizer(rollout)
 
     def train_op(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Do the same as ``update``."""
@@ -184,11 +180,8 @@ class PPOROA(PPO):
             tau = self.roa_cfg.ema_tau
             moved = (1.0 - tau) * self._average + tau * self.adapt_optimizer.flat
             self._average.copy_(torch.where(self._progress.nonfinite == 0, moved, self._average))
-        means = progress.means()
-        if not self._imitates:
-            del means["imitation_loss"]
         # Once more: the adaptation may be what was not finite.
-        return {**means, "nonfinite": self._progress.nonfinite.clone()}
+        return {**progress.means(), "nonfinite": self._progress.nonfinite.clone()}
 
     def _forget_batch(self) -> None:
         super()._forget_batch()
@@ -201,8 +194,8 @@ class PPOROA(PPO):
             self._run_adapt_step(dict(obs[start:end].items()), key=end - start)
 
     def _adapt_step(self, groups: Mapping[str, Tensor]) -> None:
-        """Regress the adaptation module to the encoder, and the student to the teacher."""
-        policy, functional = self.roa, self.acceleration.compile
+        """Regress the adaptation module to the encoder, then, in phase train, the student to the teacher."""
+        policy = self.roa
         raw = TensorDict(dict(groups), batch_size=[len(groups[OBS_KEY])])
         weight = self._has_history(groups[OBS_KEY])
         obs = policy.normalized(raw)
@@ -214,22 +207,27 @@ class PPOROA(PPO):
             error = (guess - feature).square().mean(-1, keepdim=True)
             return (weight * error).sum() / weight.sum().clamp(min=1.0), guess.detach()
 
-        loss, guess, gradient = self.adapt_optimizer.gradient_at(adapt_loss, functional=functional)
+        loss, guess, gradient = self.adapt_optimizer.gradient_at(adapt_loss, functional=self.acceleration.compile)
         self._progress.apply(self.adapt_optimizer, loss, gradient, weight=weight)
-        imitation = torch.zeros_like(loss)
-        if self.student_optimizer is not None:
-            with torch.no_grad():
-                wanted = policy.actor(obs, feature).mode
-
-            def imitation_loss(parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-                given = torch.func.functional_call(policy.actor_adapt, dict(parameters), (obs, guess)).mode
-                return (given - wanted).square().mean(), given.detach()
-
-            imitation, _, gradient = self.student_optimizer.gradient_at(imitation_loss, functional=functional)
-            self._progress.apply(self.student_optimizer, imitation, gradient)
+        losses = (loss, *(step(obs, feature, guess) for step in self._student_steps.values()))
         with torch.no_grad():
             taken = self._progress.nonfinite == 0
-            self._adapt_progress.add(torch.stack((loss.detach(), imitation.detach())), taken)
+            self._adapt_progress.add(torch.stack([value.detach() for value in losses]), taken)
+
+    def _imitate(self, obs: Observation, feature: Tensor, guess: Tensor) -> Tensor:
+        """Regress the student, given the guess, to the teacher, given the feature; returns the loss."""
+        policy, optimizer = self.roa, self.student_optimizer
+        assert optimizer is not None
+        with torch.no_grad():
+            wanted = policy.actor(obs, feature).mode
+
+        def imitation_loss(parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+            given = torch.func.functional_call(policy.actor_adapt, dict(parameters), (obs, guess)).mode
+            return (given - wanted).square().mean(), given.detach()
+
+        loss, _, gradient = optimizer.gradient_at(imitation_loss, functional=self.acceleration.compile)
+        self._progress.apply(optimizer, loss, gradient)
+        return loss
 
     def _has_history(self, window: Tensor) -> Tensor:
         """Return 1 where a window ``[B, F]`` holds enough frames, else 0; frames before the episode are zeros."""
@@ -238,9 +236,10 @@ class PPOROA(PPO):
         return ((frames != 0).any(-1).sum(-1, keepdim=True) >= needed).to(window.dtype)
 
     def _penalty(self, parameters: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor | float:
-        """Draw the encoder towards what can be inferred: λ mean((z − sg(ẑ))²), only in phase train."""
-        if not self._imitates or self.roa_cfg.encoder_penalty == 0:
-            return 0.0
+        return self._added_loss(parameters, batch)
+
+    def _encoder_penalty(self, parameters: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor:
+        """Draw the encoder towards what can be inferred: λ mean((z − sg(ẑ))²)."""
         obs = self.roa.normalized(batch[OBSERVATION])
         prefix = "policy.latent."
         encoder = {name[len(prefix) :]: value for name, value in parameters.items() if name.startswith(prefix)}

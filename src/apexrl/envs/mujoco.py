@@ -95,6 +95,7 @@ class MujocoVecEnv(SeededVecEnv):
                 raise ConfigError(f"MujocoVecEnv.{name} must be a whole number, got {value!r}")
             if value < 1:
                 raise ConfigError(f"MujocoVecEnv.{name} must be at least 1, got {value}")
+        self.task.check_episode(max_episode_steps)
         self.num_envs = num_envs
         self.device = torch.device(device)
         self.max_episode_steps: int = max_episode_steps

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
+from apexrl.envs.changes import check_change_step, is_number
 from apexrl.envs.mujoco_tasks import Array, Fields, MujocoTask, Outcome, Parts, asset_path, for_one_robot
 from apexrl.errors import ConfigError
 from apexrl.metrics import MetricSpec
@@ -20,8 +21,9 @@ TORSO, PAYLOAD = 1, 8
 FLOOR_GEOM, PAYLOAD_GEOM = 0, 8
 PAYLOAD_HEIGHT: Final = 0.25
 """Of the object's middle above that of the torso, m."""
-FRAME: Final = 13
-"""Numbers of a frame."""
+FRAME_PARTS: Final = {"pitch, rad": 1, "joint angles, rad": 6, "last action": 6}
+"""What a frame holds, in this order, and how many numbers each takes."""
+FRAME: Final = sum(FRAME_PARTS.values())
 POSE: Final = (0.3, -0.6, 0.3)
 """Hip, knee and ankle of a leg that is a little bent, with its foot flat, rad."""
 HEIGHT: Final = 1.17
@@ -96,6 +98,8 @@ class WalkerPayload(MujocoTask):
     terms = ("tracking_reward", "control_reward", "tracking_error")
     changes_model = True
     episode_steps = 500
+    frame_parts: ClassVar[Mapping[str, int]] = FRAME_PARTS
+    """What a frame holds, and how many numbers each part takes."""
 
     history: int = 10
     """Frames that the group ``policy`` stacks."""
@@ -123,24 +127,29 @@ class WalkerPayload(MujocoTask):
     """The value that it takes instead of a drawn one."""
 
     def __post_init__(self) -> None:
-        for name, least in (("history", 1), ("command_period", 1), ("frame_skip", 1), ("change_step", 0)):
+        for name in ("history", "command_period", "frame_skip"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"WalkerPayload.{name} must be a whole number of at least {least}, got {value!r}.")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"WalkerPayload.{name} must be a whole number of at least 1, got {value!r}.")
+        check_change_step("WalkerPayload", self.change_step)
         for name in ("control_cost_weight", "reset_noise_scale"):
-            if not _is_number(value := getattr(self, name)) or value < 0:
+            if not is_number(value := getattr(self, name)) or value < 0:
                 raise ConfigError(f"WalkerPayload.{name} must be a finite number of at least 0, got {value!r}.")
         for name in ("command", *RANGES):
             _check_range(f"{name}_range", getattr(self, f"{name}_range"), positive=name != "offset")
         if self.change not in CHANGES:
             raise ConfigError(f"WalkerPayload.change must be one of {', '.join(CHANGES)}, got {self.change!r}.")
         if (value := self.change_to) is not None and (
-            not _is_number(value) or (value <= 0 and self.change != "offset") or not self.change_step
+            not is_number(value) or (value <= 0 and self.change != "offset") or not self.change_step
         ):
             raise ConfigError(
                 "WalkerPayload.change_to must be a finite number, above 0 unless it is an offset, beside a change_step "
                 f"of at least 1; got {value!r} with change_step {self.change_step}."
             )
+
+    def check_episode(self, max_episode_steps: int) -> None:
+        """Refuse a change after the end."""
+        check_change_step("WalkerPayload", self.change_step, max_episode_steps)
 
     @property
     def metrics(self) -> tuple[MetricSpec, ...]:
@@ -296,12 +305,8 @@ def _scaled(value: Array, low: float, high: float) -> Array:
     return scaled
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _check_range(name: str, value: Any, positive: bool) -> None:
-    if not isinstance(value, Sequence) or len(value) != 2 or not all(map(_is_number, value)) or value[0] > value[1]:
+    if not isinstance(value, Sequence) or len(value) != 2 or not all(map(is_number, value)) or value[0] > value[1]:
         raise ConfigError(f"WalkerPayload.{name} must be two finite numbers, the smaller first, got {value!r}.")
     if positive and value[0] <= 0:
         raise ConfigError(f"WalkerPayload.{name} must be above 0, got {value!r}.")

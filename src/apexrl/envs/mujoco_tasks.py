@@ -90,6 +90,10 @@ class MujocoTask(ABC):
             dt: ``[N]`` seconds that the step took.
         """
 
+    def check_episode(self, max_episode_steps: int) -> None:
+        """Refuse options that do not fit episodes of this length."""
+        return
+
     def change_models(self, models: Sequence[Any], elapsed: Array, generators: Sequence[np.random.Generator]) -> None:
         """Change models within their episodes, after a step and before it is judged and observed.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import gymnasium as gym
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from apexrl.errors import ConfigError
 from apexrl.models import Distribution, MLPCritic, ObservationNormalizer
 from apexrl.models.actor import ActionHead, choice_sizes
-from apexrl.models.encoder import ObservationEncoder, is_picture, linear, mlp
-from apexrl.policies.base import Policy
+from apexrl.models.encoder import ObservationEncoder, is_picture, leaf_spaces, leaves, linear, mlp, select_groups
+from apexrl.policies.base import HasSpaces, Policy
 from apexrl.types import (
     ACTION,
     CMD_KEY,
@@ -264,6 +264,8 @@ class ROAPolicy(Policy):
             )
         command, thing = ([name] if name in groups else [] for name in (CMD_KEY, OBJECT_KEY))
         self.history = history
+        seen = select_groups(leaf_spaces(observation_space), [OBS_KEY, *command, *thing], privileged=False)
+        self._student_shapes = {path: box.shape or (1,) for path, box in seen.items()}
         self.encoder_priv = FeatureEncoder(
             observation_space, [OBS_PRIV_KEY, *thing], encoder_dims, num_features, activation
         )
@@ -297,6 +299,24 @@ class ROAPolicy(Policy):
             _View(self.actor_adapt, self.adapt_ema, self.critic, self.normalizer, PRIV_PRED_KEY),
         )
 
+    @classmethod
+    def for_env(cls, env: HasSpaces, **options: Any) -> Self:
+        """Make a policy for an environment's spaces.
+
+        An environment, or the MuJoCo task in it, may say how many frames it stacks (``history``).
+
+        Raises:
+            ConfigError: when the option ``history`` is another number.
+        """
+        stacked = getattr(getattr(env, "task", env), "history", None)
+        if isinstance(stacked, int):
+            history = options.setdefault("history", stacked)
+            if history != stacked:
+                raise ConfigError(
+                    f"policy.history is {history}, but the task stacks {stacked} frames; set it to {stacked}."
+                )
+        return super().for_env(env, **options)
+
     @property
     def teacher(self) -> Policy:
         """``encoder_priv``, ``actor`` and ``critic`` as a policy."""
@@ -308,8 +328,27 @@ class ROAPolicy(Policy):
         return self._views[1]
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
-        """Act as the student."""
-        return self.student.act(carry, deterministic)
+        """Act as the student.
+
+        Raises:
+            KeyError: names a group of the observation that is missing.
+            ValueError: names a group whose shape is not that of the observation space.
+        """
+        try:
+            return self.student.act(carry, deterministic)
+        except (KeyError, IndexError, RuntimeError):
+            self._check_groups(carry[OBSERVATION])  # only now: looking first would take time at every step
+            raise
+
+    def _check_groups(self, obs: Observation) -> None:
+        """Raise when the student cannot see what it needs."""
+        found = leaves(obs)
+        for path, shape in self._student_shapes.items():
+            expected = f"the observation group '{path}' of shape [..., {', '.join(map(str, shape))}]"
+            if path not in found:
+                raise KeyError(f"ROAPolicy.act needs {expected}; the groups given are {list(found)}.") from None
+            if found[path].shape[-len(shape) :] != shape:
+                raise ValueError(f"ROAPolicy.act needs {expected}, got {list(found[path].shape)}.") from None
 
     def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
         """Return the student's action, its log-probability, and the value."""

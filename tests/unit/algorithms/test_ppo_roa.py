@@ -15,6 +15,7 @@ from apexrl.agent import TrainingConfig
 from apexrl.errors import ConfigError, DivergenceError
 from apexrl.graphs import Acceleration
 from apexrl.policies import Policy
+from apexrl.run import make_policy
 from apexrl.sections import PolicyConfig, TaskConfig
 
 NUM_ENVS, NUM_STEPS = 8, 8
@@ -106,11 +107,12 @@ def test_finetune_leaves_encoder_and_teacher_alone_to_the_last_bit() -> None:
     collector, before = make_collector(algorithm), snapshot(algorithm)
     obs = collector.collect(NUM_STEPS)["observation"]
     algorithm.policy.update_normalizer(obs)
-    acted = algorithm.roa.teacher.distribution(obs).mode
+    teacher: Any = algorithm.roa.teacher
+    acted = teacher.distribution(obs).mode
     for _ in range(4):
         metrics = algorithm.update(collector.collect(NUM_STEPS))
     assert changed(algorithm, before) == {"actor_adapt", "critic", "adapt_module", "adapt_ema"}
-    assert torch.equal(algorithm.roa.teacher.distribution(obs).mode, acted), "the normaliser moved its inputs"
+    assert torch.equal(teacher.distribution(obs).mode, acted), "the normaliser moved its inputs"
     assert "imitation_loss" not in metrics
 
 
@@ -120,7 +122,7 @@ def test_imitation_sends_no_gradient_into_what_it_imitates_or_what_it_is_given()
         algorithm, batch = setup(phase="train")
         algorithm.train_policy(batch)
         if not imitate:
-            algorithm.student_optimizer = None
+            algorithm._student_steps = {"imitation_loss": lambda *_: torch.zeros(())}
         torch.manual_seed(1)
         algorithm.train_adapt(batch)
         runs.append(snapshot(algorithm))
@@ -482,6 +484,17 @@ def test_compiled_updates_equal_eager_ones_in_both_phases() -> None:
 def test_impossible_options_are_refused(field: str, value: Any, rule: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"algo.{field} {rule}")):
         PPOROAConfig(**{field: value})
+
+
+@pytest.mark.parametrize("option", [{"actor_groups": ("policy",)}, {"memory_dim": 32}], ids=str)
+def test_options_of_other_policies_are_refused(option: dict[str, Any]) -> None:
+    env = make_env("payload", 1)
+    cpu = torch.device("cpu")
+    make_policy(PolicyConfig(kind="roa"), env, cpu, PPOROAConfig())
+    with pytest.raises(
+        ConfigError, match=r"policy.actor_groups must be null and policy.memory_dim 64 with policy.kind roa"
+    ):
+        make_policy(PolicyConfig(kind="roa", **option), env, cpu, PPOROAConfig())
 
 
 def test_more_minibatches_than_samples_are_refused() -> None:

@@ -328,7 +328,7 @@ def test_the_picture_shows_the_object_of_the_episode() -> None:
         ("history", 0), ("history", 2.5), ("command_period", 0), ("command_range", (0.0, 1.0)), ("frame_skip", 0),
         ("control_cost_weight", math.nan), ("mass_range", (2.0, 1.0)), ("friction_range", 1.0),
         ("density_range", (0.0, 1.0)), ("offset_range", (0.0, math.inf)), ("change_step", -1), ("change", "size"),
-        ("change_to", 1.0),
+        ("change_to", 1.0), ("change_step", True), ("change_step", 1.5), ("change_step", 500),
     ],
 )  # fmt: skip
 def test_wrong_options_are_named(option: str, value: Any) -> None:

@@ -231,6 +231,39 @@ def test_impossible_options_are_refused(options: dict[str, Any], message: str) -
         make_policy(**options)
 
 
+@pytest.mark.parametrize("task", ["payload", "mujoco/WalkerPayload"])
+def test_the_history_is_the_number_of_frames_that_the_task_stacks(task: str) -> None:
+    env: Any = make_env(task, 1)
+    stacked = getattr(env, "task", env).history
+    assert ROAPolicy.for_env(env, history=stacked).history == ROAPolicy.for_env(env).history == stacked
+    # Half of them divide the window as well, into frames that are none.
+    with pytest.raises(ConfigError, match=rf"policy.history is {stacked // 2}, but the task stacks {stacked} frames"):
+        ROAPolicy.for_env(env, history=stacked // 2)
+    env.close()
+
+
+@pytest.mark.parametrize("normalize_obs", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_student_cannot_see_is_named(kind: Any, normalize_obs: bool) -> None:
+    policy = make_policy(history_kind=kind, normalize_obs=normalize_obs)
+    for group in ("policy", "command", "object"):
+        with pytest.raises(
+            KeyError, match=rf"needs the observation group '{group}' of shape \[\.\.\., {GROUPS[group]}\]"
+        ):
+            mode(policy, observe(4, left_out=(group,)))
+        obs = observe(4)
+        obs[group] = torch.zeros(4, GROUPS[group] + 1)
+        wanted = rf"group '{group}' of shape \[\.\.\., {GROUPS[group]}\], got \[4, {GROUPS[group] + 1}\]"
+        with pytest.raises(ValueError, match=wanted):
+            mode(policy, obs)
+
+
+def test_an_error_that_is_not_about_the_groups_stays_as_it_is() -> None:
+    policy = make_policy()
+    with pytest.raises(RuntimeError, match="dtype"):
+        mode(policy, observe(4).double())
+
+
 def test_pictures_cannot_be_stacked_frames() -> None:
     picture = gym.spaces.Dict({**space().spaces, "policy": gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)})
     with pytest.raises(ConfigError, match="vector of stacked frames as observation group 'policy'"):

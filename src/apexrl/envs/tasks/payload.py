@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor
 
+from apexrl.envs.changes import check_change_step, is_number
 from apexrl.envs.tasks.base import TensorTask, Transition
 from apexrl.envs.tasks.drawing import BLUE, GREEN, GRID, INK, LIGHT, MUTED, ORANGE, STEEL, Canvas, Color, Point
 from apexrl.errors import ConfigError, did_you_mean
@@ -27,8 +28,9 @@ START_SPEED: Final = 0.5
 NOISE: Final = 0.02
 """Standard deviation of the noise on each observed velocity."""
 NUM_FRAMES: Final = 24
-FRAME: Final = 4
-"""Numbers of a frame: observed velocity (2), last action (2)."""
+FRAME_PARTS: Final = {"velocity, m/s": 2, "last action": 2}
+"""What a frame holds, in this order, and how many numbers each takes."""
+FRAME: Final = sum(FRAME_PARTS.values())
 COMMAND_PERIOD: Final = 25
 """Steps between new commands."""
 ERROR_SCALE: Final = 0.15
@@ -99,6 +101,10 @@ class Payload(TensorTask):
         change_to: values that changed parameters take instead of drawn ones.
     """
 
+    history: ClassVar[int] = NUM_FRAMES
+    """Frames that the group ``policy`` stacks."""
+    frame_parts: ClassVar[Mapping[str, int]] = FRAME_PARTS
+    """What a frame holds, and how many numbers each part takes."""
     state_size = sum(SECTIONS.values())
     metrics = (
         MetricSpec("tracking_reward"),
@@ -139,7 +145,8 @@ class Payload(TensorTask):
         )
         given, given_at_change = _given_values("fixed", fixed), _given_values("change_to", change_to)
         changed = _changed_parameters(change)
-        _check_change(change_step, max_episode_steps, changed, given_at_change)
+        check_change_step("Payload", change_step, max_episode_steps)
+        _check_change_to(change_step, changed, given_at_change)
         given_later = given | given_at_change
         # NaN where a value is drawn.
         self._given = torch.tensor([given.get(name, math.nan) for name in PARAMETERS], device=self.device)
@@ -273,15 +280,7 @@ def _changed_parameters(change: Any) -> tuple[str, ...]:
     return (change,)
 
 
-def _check_change(
-    change_step: Any, max_episode_steps: int, changed: tuple[str, ...], change_to: Mapping[str, float]
-) -> None:
-    if not isinstance(change_step, int | np.integer):
-        raise ConfigError(f"Payload.change_step must be a whole number, got {change_step!r}.")
-    if not 0 <= change_step < max_episode_steps:
-        raise ConfigError(
-            f"Payload.change_step must lie in [0, {max_episode_steps}), below max_episode_steps, got {change_step}."
-        )
+def _check_change_to(change_step: int, changed: tuple[str, ...], change_to: Mapping[str, float]) -> None:
     if change_to and not change_step:
         raise ConfigError("Payload.change_to needs Payload.change_step above 0, the step at which the physics change.")
     if unchanged := [name for name in change_to if name not in changed]:
@@ -300,7 +299,7 @@ def _given_values(option: str, values: Any) -> dict[str, float]:
         if name not in PARAMETERS:
             hint = did_you_mean(str(name), PARAMETERS)
             raise ConfigError(f"Payload.{option} has no {name!r}.{hint} Parameters are {', '.join(PARAMETERS)}.")
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not is_number(value):
             raise ConfigError(f"Payload.{option}.{name} must be a finite number, got {value!r}.")
         if name == "latency" and value not in (0, 1, 2):
             raise ConfigError(f"Payload.{option}.latency must be 0, 1 or 2 steps, got {value}.")

@@ -338,9 +338,12 @@ def test_compiled_steps_equal_eager_ones() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"change_step": -1}, r"Payload.change_step must lie in \[0, 200\)"),
+        ({"change_step": -1}, r"Payload.change_step must be a whole number of at least 0, got -1"),
         ({"change_step": 200}, r"Payload.change_step must lie in \[0, 200\)"),
         ({"change_step": 1.5}, r"Payload.change_step must be a whole number"),
+        ({"change_step": True}, r"Payload.change_step must be a whole number of at least 0, got True"),
+        ({"fixed": {"gain": True}}, r"Payload.fixed.gain must be a finite number, got True"),
+        ({"change_step": 5, "change_to": {"latency": True}}, r"Payload.change_to.latency must be a finite number"),
         ({"change": "colour"}, r"Payload.change must be one of mass, .* or all, got 'colour'"),
         ({"max_episode_steps": 0}, r"Payload.max_episode_steps must be at least 1"),
         ({"fixed": {"gian": 1.0}}, r"Payload.fixed has no 'gian'. Did you mean 'gain'"),
