@@ -56,8 +56,8 @@ class Config:
             self.algo.require_default_loss()
         if self.training.collector == "ray" and self.task.num_envs % self.training.num_collectors:
             raise ConfigError(
-                f"task.num_envs must be a multiple of training.num_collectors ({self.training.num_collectors}), got "
-                f"{self.task.num_envs}."
+                f"task.num_envs must be a multiple of training.num_collectors ({self.training.num_collectors}) with "
+                f"training.collector ray, got {self.task.num_envs}."
             )
         if is_suite and self.training.collector != "sync":
             raise ConfigError(
@@ -161,17 +161,25 @@ class _TagError(yaml.YAMLError):
 class _Loader(yaml.SafeLoader):
     """Plain YAML, in which a key stands once and 10:30 is text instead of 630."""
 
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._keys: list[str] = []
+
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Read a value, unless it has a tag."""
+        keys = [index.value] if isinstance(index, yaml.ScalarNode) else []
+        self._keys += keys
         event = self.peek_event()  # type: ignore[no-untyped-call]
         tag = getattr(event, "tag", None)
         if tag not in (None, "!"):
-            name = tag.replace("tag:yaml.org,2002:", "!!")
+            name, field = tag.replace("tag:yaml.org,2002:", "!!"), ".".join(self._keys)
             raise _TagError(
-                f"line {event.start_mark.line + 1}: the tag '{name}' is refused. Use plain values only: text, numbers, "
-                "true and false, lists, mappings."
+                f"line {event.start_mark.line + 1}{field and f', {field}'}: the tag '{name}' is refused. Use plain "
+                "values only: text, numbers, true and false, lists, mappings."
             )
-        return super().compose_node(parent, index)
+        node = super().compose_node(parent, index)
+        del self._keys[len(self._keys) - len(keys) :]
+        return node
 
     def construct_number(self, node: Any) -> int:
         """Make a whole number that can be written again."""

@@ -378,9 +378,10 @@ def _start_from(policy: Policy, source: Path, env: VecEnv) -> None:
         if isinstance(policy, VLAPolicy):
             state = with_adapters(policy, state)
         checkpoint.load_module(policy, state, path)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         env.close()
-        raise CheckpointError(f"training.init_from: {error}") from error
+        problem = f"{source} cannot be read: {error.strerror}." if isinstance(error, OSError) else str(error)
+        raise CheckpointError(f"training.init_from: {problem}") from error
 
 
 def make_task(config: Config, device: torch.device, num_envs: int | None = None) -> VecEnv:
