@@ -21,12 +21,13 @@ SETTINGS = {
     "cartpole_ppo": {},
     "pendulum_ppo": {"task.num_envs": "16"},
     "halfcheetah_ppo": {"algo.num_steps": "64", "algo.num_minibatches": "4"},
+    "pendulum_sac": {"algo.num_steps": "8", "algo.learning_starts": "8", "training.total_timesteps": "24"},
     # The third iteration is of phase finetune.
     "payload_roa": {"task.num_envs": "16", "policy.normalize_obs": "true", "algo.encoder_penalty": "0.1"},
 }
 KEYS = (
     *("rollout/mean_reward", "rollout/mean_value", "train/loss", "train/approx_kl", "train/grad_norm"),
-    *("train/adapt_loss", "train/imitation_loss"),
+    *("train/adapt_loss", "train/imitation_loss", "train/critic_loss", "train/actor_loss", "train/temperature"),
 )
 """What is compared, where it is logged."""
 
