@@ -159,16 +159,18 @@ class Progress:
         self.sums[-1:].add_(taken)
 
     @torch.no_grad()
-    def apply(self, optimizer: FlatAdam, loss: Tensor, gradient: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-        """Step, unless this or an earlier gradient was not finite; returns the gradient's norm.
+    def apply(
+        self, optimizer: FlatAdam, loss: Tensor, gradient: Tensor, weight: Tensor | float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Step, unless this or an earlier gradient was not finite; returns the loss and the gradient's norm.
 
-        Several processes step together, by the mean of their gradients with the sums of these weights.
+        Several processes step together, by the mean of their gradients with the sums of these weights; so is the loss.
         """
-        loss, gradient = distributed.mean(loss, gradient, weight=weight)
+        loss, gradient = distributed.mean(loss.detach(), gradient, weight=weight)
         norm: Tensor = gradient.norm()
         self.nonfinite.copy_(torch.max(self.nonfinite, ~(loss + norm).isfinite()))
         optimizer.step(gradient, norm, self.nonfinite)
-        return norm
+        return loss, norm
 
     def means(self) -> dict[str, Tensor]:
         """Return the mean of each metric over the minibatches that took a step."""

@@ -225,7 +225,7 @@ class BC(BaseAlgorithm):
             if cfg.weight_decay:
                 bad = torch.max(progress.nonfinite, ~(total + gradient.norm()).isfinite())
                 optimizer.flat.mul_(1.0 - optimizer.learning_rate * cfg.weight_decay * (1.0 - bad))
-            norm = progress.apply(optimizer, total, gradient)
+            total, norm = progress.apply(optimizer, total, gradient)
             progress.add(torch.stack((total, norm)), taken=progress.nonfinite == 0)
 
     def _loss(self, samples: TensorDict) -> Tensor:

@@ -208,11 +208,11 @@ class PPOROA(PPO):
             return (weight * error).sum() / weight.sum().clamp(min=1.0), guess.detach()
 
         loss, guess, gradient = self.adapt_optimizer.gradient_at(adapt_loss, functional=self.acceleration.compile)
-        self._progress.apply(self.adapt_optimizer, loss, gradient, weight=weight)
+        loss, _ = self._progress.apply(self.adapt_optimizer, loss, gradient, weight=weight)
         losses = (loss, *(step(obs, feature, guess) for step in self._student_steps.values()))
         with torch.no_grad():
             taken = self._progress.nonfinite == 0
-            self._adapt_progress.add(torch.stack([value.detach() for value in losses]), taken)
+            self._adapt_progress.add(torch.stack(losses), taken)
 
     def _imitate(self, obs: Observation, feature: Tensor, guess: Tensor) -> Tensor:
         """Regress the student, given the guess, to the teacher, given the feature; returns the loss."""
@@ -226,8 +226,7 @@ class PPOROA(PPO):
             return (given - wanted).square().mean(), given.detach()
 
         loss, _, gradient = optimizer.gradient_at(imitation_loss, functional=self.acceleration.compile)
-        self._progress.apply(optimizer, loss, gradient)
-        return loss
+        return self._progress.apply(optimizer, loss, gradient)[0]
 
     def _has_history(self, window: Tensor) -> Tensor:
         """Return 1 where a window ``[B, F]`` holds enough frames, else 0; frames before the episode are zeros."""

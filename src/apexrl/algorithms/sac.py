@@ -278,10 +278,10 @@ class SAC(BaseAlgorithm):
         loss, (value, td_error), gradient = self._gradient(
             "critics", lambda parameters: self._critic_loss(parameters, obs, batch, target)
         )
-        norm = self._progress.apply(self.optimizers["critics"], loss, gradient)
+        loss, norm = self._progress.apply(self.optimizers["critics"], loss, gradient)
         progress = self._progress
         with torch.no_grad():
-            progress.add(torch.stack((loss.detach(), value, norm)), taken=progress.nonfinite == 0)
+            progress.add(torch.stack((loss, value, norm)), taken=progress.nonfinite == 0)
         if with_actor:
             self._actor_step(obs, temperature)
         with torch.no_grad():
@@ -295,13 +295,13 @@ class SAC(BaseAlgorithm):
         loss, log_prob, gradient = self._gradient(
             "actor", lambda parameters: self._actor_loss(parameters, obs, temperature)
         )
-        norm = self._progress.apply(self.optimizers["actor"], loss, gradient)
+        loss, norm = self._progress.apply(self.optimizers["actor"], loss, gradient)
         nonfinite = self._progress.nonfinite
         with torch.no_grad():
             if self.cfg.learn_temperature:
                 (gradient,) = distributed.mean(temperature_gradient(log_prob, self.target_entropy))
                 self.optimizers["temperature"].step(gradient, gradient.norm(), nonfinite)
-            metrics = torch.stack((loss.detach(), temperature.squeeze(0), -log_prob.mean(), norm))
+            metrics = torch.stack((loss, temperature.squeeze(0), -log_prob.mean(), norm))
             self._actor_progress.add(metrics, taken=nonfinite == 0)
 
     @torch.no_grad()
