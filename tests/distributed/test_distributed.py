@@ -145,10 +145,10 @@ def test_what_all_processes_find_is_said_once_and_what_one_finds_with_its_number
     assert told(directory, "alone") == ["0\n", f"2\napexrl: Process 1: {nowhere} {problem}"]
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
+def wait_for(condition: Callable[[], bool], what: str, output: Path) -> None:
     end = time.monotonic() + TIME_LIMIT
     while not condition():
-        assert time.monotonic() < end, f"waited in vain for {what}"
+        assert time.monotonic() < end, f"waited in vain for {what}:\n{output.read_text()}"
         time.sleep(0.05)
 
 
@@ -177,10 +177,10 @@ def test_losing_a_process_ends_the_run_with_a_message_and_a_checkpoint(
     with output.open("w") as file:
         launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
     try:
-        wait_for(lambda: len(read_json_lines(run_dir / "metrics.jsonl")) >= 3, "the third iteration")
+        wait_for(lambda: len(read_json_lines(run_dir / "metrics.jsonl")) >= 3, "the third iteration", output)
         other = child_of_rank(launcher.pid, 1)
         os.kill(other, how)
-        wait_for(lambda: "apexrl: Process 0 has lost the others" in output.read_text(), "the message")
+        wait_for(lambda: "apexrl: Process 0 has lost the others" in output.read_text(), "the message", output)
         if how == signal.SIGSTOP:
             os.kill(other, signal.SIGKILL)  # torchrun gives it half a minute
         assert launcher.wait(TIME_LIMIT) != 0
