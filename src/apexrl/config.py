@@ -173,9 +173,10 @@ class _Loader(yaml.SafeLoader):
         tag = getattr(event, "tag", None)
         if tag not in (None, "!"):
             name, field = tag.replace("tag:yaml.org,2002:", "!!"), ".".join(self._keys)
+            where = f", {field}" if "." in field else f", section '{field}'" if field else ""
             raise _TagError(
-                f"line {event.start_mark.line + 1}{field and f', {field}'}: the tag '{name}' is refused. Use plain "
-                "values only: text, numbers, true and false, lists, mappings."
+                f"line {event.start_mark.line + 1}{where}: the tag '{name}' is refused. Use plain values only: text, "
+                "numbers, true and false, lists, mappings."
             )
         node = super().compose_node(parent, index)
         del self._keys[len(self._keys) - len(keys) :]

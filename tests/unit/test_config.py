@@ -257,6 +257,7 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
         ("[" * 100_000, ["not plain YAML"]),
         ("? [1]\n: 2", ["not plain YAML", "unhashable"]),
         ("algo:\n  gamma: !!bool maybe", ["line 2, algo.gamma: the tag '!!bool' is refused. Use plain values only"]),
+        ("algo: !!binary aGVsbG8=", ["line 1, section 'algo': the tag '!!binary' is refused"]),
         ("task:\n  kwargs: {x: !mine [1]}", ["line 2, task.kwargs.x: the tag '!mine' is refused"]),
         (f"training: {{seed: 0x{'f' * 5000}}}", ["the number in line 1 has too many digits"]),
     ],
