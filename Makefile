@@ -45,7 +45,7 @@ train: install  ## Train the default preset (lift_ppo) and show the result.
 	$(BIN)/apexrl train lift_ppo
 
 test: install  ## Run the whole test suite.
-	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 test-gpu: install  ## Run the tests that need a CUDA device.
 	$(BIN)/python -m pytest -m gpu tests
