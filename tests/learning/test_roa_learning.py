@@ -12,8 +12,9 @@ EPISODE = 100
 CFG = PPOROAConfig(num_steps=16, learning_rate=1e-3, schedule="adaptive", gamma=0.95, entropy_coef=0.0)
 
 
-def test_a_student_adapts_after_both_phases() -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_student_adapts_after_both_phases(seed: int) -> None:
+    torch.manual_seed(seed)
     env = make_env("payload", 512, max_episode_steps=EPISODE)
     policy = ROAPolicy.for_env(
         env,
@@ -27,7 +28,7 @@ def test_a_student_adapts_after_both_phases() -> None:
     )
     test_env = env.spawn(256)
     algorithm = PPOROA(policy, CFG)
-    trainer = Trainer(env, policy, algorithm, TrainingConfig(seed=0))
+    trainer = Trainer(env, policy, algorithm, TrainingConfig(seed=seed))
     trainer.learn(1_000_000)
     assert algorithm.phase == "finetune"
     contenders = {
