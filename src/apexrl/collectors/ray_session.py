@@ -74,6 +74,8 @@ class RaySession:
             num_cpus=max(num_workers, os.cpu_count() or 1),
             include_dashboard=False,
             object_store_memory=min(OBJECT_STORE_BYTES, _memory_bytes() // 5),
+            # Ray gives its workers way to everything else by default; the learner waits for these.
+            _system_config={"worker_niceness": 0},
             **quiet,
         )
         RaySession._started_here = True

@@ -247,7 +247,7 @@ def test_training_goes_on_when_a_worker_is_killed_and_one_rollout_is_lost(counti
     def update(batch: TensorDict) -> dict[str, Tensor]:
         seen.append(batch)
         if len(seen) == 3:
-            os.kill(process_of(batch, 2), signal.SIGKILL)  # in the middle of its next rollout
+            os.kill(process_of(batch, 2), signal.SIGKILL)  # in its fourth rollout, or in its fifth if this came late
         return PPO.update(ppo, batch)
 
     ppo.update = update  # type: ignore[method-assign, assignment]
@@ -259,16 +259,19 @@ def test_training_goes_on_when_a_worker_is_killed_and_one_rollout_is_lost(counti
     assert len(messages) == 1
     assert messages[0].startswith("Ray worker 1 died")
     assert "the rollout it was collecting is lost" in messages[0]
-    # The worker that lives has lost nothing; from the fourth batch on a new one is in the place of the dead one.
+    # The worker that lives has lost nothing; after three or four batches a new one is in the place of the dead one.
     assert torch.cat([batch["observation"][:, 0, 0] for batch in seen]).tolist() == [t % EPISODE for t in range(96)]
     assert len({process_of(batch, 0) for batch in seen}) == 1
-    assert len({process_of(batch, 2) for batch in seen[:3]}) == 1
-    assert len({process_of(batch, 2) for batch in seen[3:]}) == 1
-    assert process_of(seen[2], 2) != process_of(seen[3], 2)
-    assert seen[3]["observation"][:2, 2, 0].tolist() == [0, 1]
-    # 96 steps are 19 episodes; 36 are 7, with one that was cut and counts nowhere, and 60 are 12. Twice each.
-    assert counting.episode_metrics.totals["episode_len"].tolist() == [76 * EPISODE, 76]
-    assert counting.episode_metrics.totals["success_once"].tolist() == [76, 76]
+    processes = [process_of(batch, 2) for batch in seen]
+    first_new = processes.index(processes[-1])
+    assert first_new in (3, 4)
+    assert processes == [processes[0]] * first_new + [processes[-1]] * (8 - first_new)
+    assert seen[first_new]["observation"][:2, 2, 0].tolist() == [0, 1]
+    # 96 steps are 19 episodes; 36 are 7, with one that was cut and counts nowhere, and 60 are 12 (or, a rollout later,
+    # 48 are 9 and 48 are 9). Twice each.
+    num_episodes = 2 * (96 // EPISODE + 12 * first_new // EPISODE + 12 * (8 - first_new) // EPISODE)
+    assert counting.episode_metrics.totals["episode_len"].tolist() == [num_episodes * EPISODE, num_episodes]
+    assert counting.episode_metrics.totals["success_once"].tolist() == [num_episodes, num_episodes]
 
 
 def test_sac_learns_through_ray_and_a_checkpoint_says_what_it_lacks(tmp_path: Path) -> None:
