@@ -91,7 +91,8 @@ class ObservationNormalizer(nn.Module):
 class RewardScaler(nn.Module):
     """Divides rewards by the running standard deviation of the discounted return.
 
-    R_t = r_t + γ (1 − done_{t−1}) R_{t−1}; the scaled reward is clamp(r_t / std(R), ±clip).
+    R_t = r_t + γ (1 − done_{t−1}) R_{t−1}; the scaled reward is clamp(r_t / std(R_0 … R_t), ±clip): each step knows the
+    returns up to its own, as if the statistics moved with every step of the environments.
     """
 
     running: Tensor
@@ -104,7 +105,7 @@ class RewardScaler(nn.Module):
 
     @torch.no_grad()
     def forward(self, reward: Tensor, done: Tensor) -> Tensor:
-        """Merge the returns of a batch ``[T, N, 1]`` into the statistics, then scale its rewards."""
+        """Merge the returns of a batch ``[T, N, 1]`` into the statistics step by step, and scale its rewards."""
         if self.running.shape != reward.shape[1:]:
             self.running = torch.zeros_like(reward[0])  # kept in place from here on, for captured graphs
         # The same recursion as GAE's, run forwards: flip time, and let the last done cut the step after it.
@@ -113,6 +114,23 @@ class RewardScaler(nn.Module):
         start = torch.cat((reward[:1] + decay[:1] * self.running, reward[1:]))
         returns = discounted_sum(start.flip(0), decay.flip(0)).flip(0)
         self.running.copy_(returns[-1] * alive[-1])
-        self.statistics.update(returns)
-        scale = (self.statistics.var + 1e-8).rsqrt().to(reward.dtype)
-        return (reward * scale).clamp(-self.clip, self.clip)
+        scale = (self._variances(returns) + 1e-8).rsqrt().to(reward.dtype)
+        return (reward * scale.view(-1, 1, 1)).clamp(-self.clip, self.clip)
+
+    def _variances(self, returns: Tensor) -> Tensor:
+        """Merge ``[T, N, 1]`` returns of all processes; give the variance ``[T]`` after each step.
+
+        With S1 and S2 the sums so far of δ = R − M and of δ², for statistics (M, V, C) before and n samples since:
+        V_t = (C V + S2) / (C + n) − (S1 / (C + n))².
+        """
+        returns, statistics = returns.flatten(1).double(), self.statistics
+        n, mean, var = distributed.merged_moments(returns.shape[1], returns.mean(1), returns.var(1, unbiased=False))
+        delta = mean - statistics.mean
+        total = statistics.count + n * torch.arange(1, len(returns) + 1, device=returns.device)
+        shift = (n * delta).cumsum(0) / total
+        spread = (n * (var + delta.square())).cumsum(0)
+        variance = ((statistics.count * statistics.var + spread) / total - shift.square()).clamp(min=0.0)
+        statistics.mean.add_(shift[-1])
+        statistics.var.copy_(variance[-1])
+        statistics.count.copy_(total[-1])
+        return variance

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl import PPO, SAC, ActorCritic, PPOConfig, SACConfig, SACPolicy, make_env
-from apexrl.models import SquashedGaussian
+from apexrl.models import RewardScaler, SquashedGaussian
 
 sb3 = pytest.importorskip("stable_baselines3", reason="pip install 'apexrl[bench]'")
 
@@ -201,3 +201,24 @@ def test_log_probabilities_of_squashed_actions() -> None:
     action, log_prob = ours.sample_with_log_prob()
     inside = (action.abs() < 0.99).all(-1)
     torch.testing.assert_close(log_prob[inside, 0], theirs.log_prob(action)[inside], atol=1e-3, rtol=1e-3)
+
+
+def test_scaled_rewards_are_those_of_vec_normalize() -> None:
+    import gymnasium as gym
+    from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+
+    env = VecNormalize(DummyVecEnv([lambda: gym.make("Pendulum-v1", max_episode_steps=70)] * 2), gamma=0.9)
+    env.seed(0)
+    env.reset()
+    raw, scaled, done = [], [], []
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        _, reward, ends, _ = env.step(rng.uniform(-2, 2, (2, 1)).astype(np.float32))
+        raw.append(env.get_original_reward())
+        scaled.append(reward)
+        done.append(ends)
+    scaler = RewardScaler(0.9)
+    ours = scaler(torch.as_tensor(np.stack(raw)).unsqueeze(-1), torch.as_tensor(np.stack(done)).unsqueeze(-1))
+    # Theirs begins with 1e-4 samples of variance 1, ours with none.
+    torch.testing.assert_close(ours.squeeze(-1), torch.as_tensor(np.stack(scaled)), rtol=1e-3, atol=0)
+    assert scaler.statistics.var.item() == pytest.approx(env.ret_rms.var, rel=1e-4)
