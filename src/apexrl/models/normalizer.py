@@ -92,7 +92,8 @@ class RewardScaler(nn.Module):
     """Divides rewards by the running standard deviation of the discounted return.
 
     R_t = r_t + γ (1 − done_{t−1}) R_{t−1}; the scaled reward is clamp(r_t / std(R_0 … R_t), ±clip): each step knows the
-    returns up to its own, as if the statistics moved with every step of the environments.
+    returns up to its own, as if the statistics moved with every step of the environments. Only the steps of the first
+    batch, before which there is nothing, know all of its returns.
     """
 
     running: Tensor
@@ -118,7 +119,7 @@ class RewardScaler(nn.Module):
         return (reward * scale.view(-1, 1, 1)).clamp(-self.clip, self.clip)
 
     def _variances(self, returns: Tensor) -> Tensor:
-        """Merge ``[T, N, 1]`` returns of all processes; give the variance ``[T]`` after each step.
+        """Merge ``[T, N, 1]`` returns of all processes; give the variance ``[T]`` that each step knows.
 
         With S1 and S2 the sums so far of δ = R − M and of δ², for statistics (M, V, C) before and n samples since:
         V_t = (C V + S2) / (C + n) − (S1 / (C + n))².
@@ -130,6 +131,7 @@ class RewardScaler(nn.Module):
         shift = (n * delta).cumsum(0) / total
         spread = (n * (var + delta.square())).cumsum(0)
         variance = ((statistics.count * statistics.var + spread) / total - shift.square()).clamp(min=0.0)
+        variance = torch.where(statistics.count > 0, variance, variance[-1])
         statistics.mean.add_(shift[-1])
         statistics.var.copy_(variance[-1])
         statistics.count.copy_(total[-1])

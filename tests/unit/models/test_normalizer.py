@@ -62,30 +62,35 @@ def test_dict_observations_are_normalised_by_leaf_and_pictures_pass() -> None:
     assert obs["robot", "joints"].mean() > 5, "the observation itself must not change"
 
 
-def test_reward_scaler_divides_by_the_deviation_of_discounted_returns_so_far() -> None:
+def test_reward_scaler_divides_by_the_deviation_of_discounted_returns() -> None:
     # One environment, gamma 0.5, an episode ends after step 1: returns 1, 2.5, 4 (cut), 4 (4 * 0.5 + 2).
     reward = torch.tensor([1.0, 2.0, 4.0, 2.0]).view(4, 1, 1)
     done = torch.tensor([False, True, False, False]).view(4, 1, 1)
-    scaled = RewardScaler(gamma=0.5)(reward, done)
+    scaler = RewardScaler(gamma=0.5)
     returns = torch.tensor([1.0, 2.5, 4.0, 4.0])
-    deviation = torch.stack([returns[: t + 1].std(unbiased=False) for t in range(4)]).view(4, 1, 1)
-    assert scaled[0] == 10  # one return has no deviation: clipped
-    torch.testing.assert_close(scaled[1:], reward[1:] / deviation[1:])
+    torch.testing.assert_close(scaler(reward, done), reward / returns.std(unbiased=False))
+    # Two steps more: the running return goes on with 4 * 0.5 + 1 = 3 and 3 * 0.5 + 1 = 2.5.
+    reward = torch.ones(2, 1, 1)
+    scaled = scaler(reward, torch.zeros(2, 1, 1, dtype=torch.bool))
+    returns = torch.tensor([1.0, 2.5, 4.0, 4.0, 3.0, 2.5])
+    deviation = torch.stack((returns[:5].std(unbiased=False), returns.std(unbiased=False)))
+    torch.testing.assert_close(scaled.flatten(), 1 / deviation)
 
 
-def test_reward_scaler_is_one_that_moves_with_every_step() -> None:
-    reward, done = torch.randn(50, 3, 1) * 5 + 3, torch.rand(50, 3, 1) < 0.1
+def test_reward_scaler_moves_with_every_step_after_the_first_batch() -> None:
+    reward, done = torch.randn(60, 3, 1) * 5 + 3, torch.rand(60, 3, 1) < 0.1
     whole, steps = RewardScaler(0.9), RewardScaler(0.9)
-    expected = torch.cat([steps(reward[t : t + 1], done[t : t + 1]) for t in range(50)])
-    torch.testing.assert_close(torch.cat([whole(reward[:20], done[:20]), whole(reward[20:], done[20:])]), expected)
-    running = RunningNormalizer(())
-    returns, each = torch.zeros(3, 1), []
-    for t in range(50):
+    for scaler in (whole, steps):
+        scaler(reward[:10], done[:10])
+    expected = torch.cat([steps(reward[t : t + 1], done[t : t + 1]) for t in range(10, 60)])
+    found = torch.cat([whole(reward[10:30], done[10:30]), whole(reward[30:], done[30:])])
+    torch.testing.assert_close(found, expected)
+    running, returns = RunningNormalizer(()), torch.zeros(3, 1)
+    for t in range(60):
         returns = reward[t] + 0.9 * returns
         running.update(returns)
-        each.append(running.var.sqrt())
         returns = returns * ~done[t]
-    torch.testing.assert_close(expected, (reward / torch.stack(each).view(-1, 1, 1)).clamp(-10, 10).float())
+    torch.testing.assert_close(found[-1], (reward[-1] / running.var.sqrt()).clamp(-10, 10).float())
 
 
 def test_reward_scaler_remembers_the_running_return_between_rollouts() -> None:
