@@ -429,6 +429,7 @@ def _vla_options(cfg: VLAConfig) -> dict[str, Any]:
         "init_std": cfg.init_std,
         "learn_std": cfg.learn_std,
         "denoising_steps": cfg.denoising_steps,
+        "noise": cfg.noise,
         "noise_level": cfg.noise_level,
         "guidance": cfg.guidance,
         "lora_rank": cfg.lora_rank,

@@ -55,6 +55,8 @@ class SACPolicy(Policy):
             )
         actor_options |= {"distribution": "squashed_gaussian", "state_dependent_std": True}
         self.actor = actor_class(observation_space, action_space, **actor_options)
+        if isinstance(self.actor, MLPActor):
+            _begin_uniform(self.actor)
         self.critics = critic_class(observation_space, int(np.prod(action_space.shape)), **(critic_cfg or {}))
         self.target_critics = copy.deepcopy(self.critics).requires_grad_(False)
         self.normalizer = ObservationNormalizer(observation_space) if normalize_obs else None
@@ -99,6 +101,17 @@ class SACPolicy(Policy):
     def _value_of(self, obs: Observation, action: Tensor) -> Tensor:
         value: Tensor = self.critics(self.normalized(obs), self.unit_action(action)).amin(0)
         return value
+
+
+def _begin_uniform(actor: MLPActor) -> None:
+    """Let linear layers begin as ``nn.Linear`` does, and as the critics do; the orthogonal ones of PPO learn slower."""
+    head = actor.action_head
+    shift = head.head.bias.detach().clone()
+    for layer in (*actor.trunk, head.head):
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+    with torch.no_grad():
+        head.head.bias.add_(shift)  # the deviation to begin with
 
 
 def _has_width(box: gym.spaces.Box) -> bool:

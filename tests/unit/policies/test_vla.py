@@ -242,6 +242,7 @@ def test_adapters_start_from_a_whole_policy_and_fold_into_one() -> None:
         ({"init_std": 5.0}, r"policy.init_std must lie between policy.min_std .* got 5.0"),
         ({"distribution": "cauchy"}, "policy.distribution must be gaussian or laplace"),
         ({"head": "flow", "noise_level": 0.0}, "policy.noise_level must be above 0"),
+        ({"head": "flow", "noise": "all"}, "policy.noise must be every_step or last_step, got 'all'"),
         ({"head": "flow", "denoising_steps": 0}, "policy.denoising_steps must be at least 1"),
     ],
 )

@@ -25,7 +25,7 @@ def observe(count: int) -> TensorDict:
     return TensorDict({"state": torch.randn(count, 4), "instruction": text}, batch_size=[count])
 
 
-def flow_policy(**options: float) -> VLAPolicy:
+def flow_policy(**options: float | str) -> VLAPolicy:
     policy = VLAPolicy(SPACE, ACTIONS, chunk=3, head="flow", **options)  # type: ignore[arg-type]
     torch.nn.init.normal_(policy.expert.head.weight, std=0.3)
     return policy
@@ -154,6 +154,31 @@ def test_the_log_probability_of_a_path_by_hand(guidance: float) -> None:
         entropy = sum(6 * distributions.Normal(0.0, math.sqrt(0.36 * (1 - k / 4) / 4)).entropy() for k in range(4))
     torch.testing.assert_close(output["sample_log_prob"].squeeze(-1), expected, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(policy.evaluate({"observation": obs, **output}).entropy, entropy.expand(5, 1))
+
+
+def test_noise_in_the_last_step_is_a_gaussian_around_the_end_of_the_ordinary_equation() -> None:
+    policy = flow_policy(denoising_steps=4, noise="last_step", noise_level=0.6)
+    assert policy.flow is not None
+    obs = observe(4000)
+    with torch.no_grad():
+        output = policy.act({"observation": obs})
+        path, prefix = output["denoising"], policy.read(obs)
+        assert path.shape == (4000, 2, 6)  # the point before the last step, and the chunk
+        assert torch.equal(output["action"], path[:, -1])
+        velocity = policy.flow.branch(policy.expert, prefix, path[:, :1], torch.tensor([0.75]), CONDITIONAL).squeeze(1)
+        noise = (path[:, 1] - path[:, 0] - velocity / 4) / 0.6
+        evaluation = policy.evaluate({"observation": obs, **output})
+        mode = policy.act({"observation": obs}, deterministic=True)["action"]
+        twin = flow_policy(denoising_steps=4)
+        twin.load_state_dict(policy.state_dict())
+        mode_of_twin = twin.act({"observation": obs}, deterministic=True)["action"]
+    assert noise.mean().item() == pytest.approx(0.0, abs=0.02)
+    assert noise.std().item() == pytest.approx(1.0, abs=0.02)
+    expected = distributions.Normal(0.0, 0.6).log_prob(0.6 * noise).sum(-1, keepdim=True)
+    torch.testing.assert_close(output["sample_log_prob"], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(evaluation.log_prob, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(evaluation.entropy, (6 * distributions.Normal(0.0, 0.6).entropy()).expand(4000, 1))
+    assert torch.equal(mode, mode_of_twin)  # which has noise in every step, when it has any
 
 
 def test_guidance_one_is_the_conditional_field_exactly_and_zero_the_unconditional() -> None:

@@ -13,11 +13,15 @@ singularity, and an Euler step of length h from t is Gaussian with known mean an
 x' ~ N(x + h (v − ½ η² (x − t v)),  η² (1 − t) h)
 
 so that a whole path has a likelihood: log π = Σ_k log N(x_{k+1}; mean_k, std_k), given its first noise.
+
+Or only the last step is noisy, x' ~ N(x + h v, η²): what is explored is then what the probability is of, while noise in
+an earlier step is mostly undone by the steps that follow and is only noise in the gradient.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +31,7 @@ from apexrl.models import DiagGaussian
 from apexrl.policies.vla.model import ActionExpert, Prefix
 
 UNCONDITIONAL, CONDITIONAL = 0, 1
+NoiseKind = Literal["every_step", "last_step"]
 
 
 def sde_step(x: Tensor, velocity: Tensor, time: Tensor, length: float, noise_level: float) -> DiagGaussian:
@@ -51,7 +56,8 @@ class FlowHead(nn.Module):
         expert_width: E.
         num_actions: A, numbers of one action.
         denoising_steps: K.
-        noise_level: η of the stochastic sampler.
+        noise: every_step, the stochastic equation, or last_step, a Gaussian around the end of the ordinary one.
+        noise_level: η.
         guidance: scale s of classifier-free guidance; 1 is the conditional field alone.
     """
 
@@ -64,11 +70,14 @@ class FlowHead(nn.Module):
         num_actions: int,
         *,
         denoising_steps: int = 5,
+        noise: NoiseKind = "every_step",
         noise_level: float = 0.5,
         guidance: float = 1.0,
         condition_dropout: float = 0.1,
     ) -> None:
         super().__init__()
+        if noise not in get_args(NoiseKind):
+            raise ConfigError(f"policy.noise must be every_step or last_step, got '{noise}'.")
         if denoising_steps < 1:
             raise ConfigError(f"policy.denoising_steps must be at least 1, got {denoising_steps}.")
         if not 0.0 < noise_level < math.inf:
@@ -78,6 +87,9 @@ class FlowHead(nn.Module):
         if not 0.0 <= condition_dropout <= 1.0:
             raise ConfigError(f"policy.condition_dropout must lie in [0, 1], got {condition_dropout}.")
         self.steps, self.noise_level, self.guidance = denoising_steps, noise_level, guidance
+        self.num_noisy = denoising_steps if noise == "every_step" else 1
+        """The last steps, in which noise is added."""
+        self.noise = noise
         self.condition_dropout = condition_dropout
         self.action = nn.Linear(num_actions, expert_width)
         self.time = nn.Sequential(
@@ -113,27 +125,38 @@ class FlowHead(nn.Module):
         return unconditional + self.guidance * (conditional - unconditional)
 
     def sample(self, expert: ActionExpert, prefix: Prefix, *, deterministic: bool) -> tuple[Tensor, Tensor]:
-        """Return paths ``[B, K + 1, C * A]`` from noise to normalised chunks, and their log-probabilities ``[B, 1]``.
+        """Return paths to normalised chunks, from where noise is added, and their log-probabilities ``[B, 1]``.
 
-        A deterministic path starts at 0, the middle of the noise, and follows the ordinary equation.
+        A path is ``[B, num_noisy + 1, C * A]``. A deterministic one starts at 0, the middle of the noise, and follows
+        the ordinary equation.
         """
         x = torch.zeros(prefix.keys[0].shape[0], 1, expert.chunk * expert.num_actions, device=self.times.device)
         if not deterministic:
             x.normal_()
         path, log_prob = [x], torch.zeros_like(x[..., :1])
-        for time in self.times.split(1):
+        for number, time in enumerate(self.times.split(1), start=1):
             velocity = self.field(expert, prefix, x, time)
-            step = sde_step(x, velocity, time.unsqueeze(-1), 1.0 / self.steps, self.noise_level)
+            if number <= self.steps - self.num_noisy:
+                x = x + velocity / self.steps
+                path = [x]
+                continue
+            step = self._step(x, velocity, time)
             x = x + velocity / self.steps if deterministic else step.sample()
             log_prob = log_prob + step.log_prob(x)
             path.append(x)
         return torch.cat(path, 1), log_prob.squeeze(1)
 
-    def transitions(self, expert: ActionExpert, prefix: Prefix, path: Tensor) -> DiagGaussian:
-        """Return the distribution ``[B, K, C * A]`` of each next point of stored paths, all steps at once."""
-        x = path[:, :-1]
-        velocity = self.field(expert, prefix, x, self.times)
-        return sde_step(x, velocity, self.times.unsqueeze(-1), 1.0 / self.steps, self.noise_level)
+    def evaluate(self, expert: ActionExpert, prefix: Prefix, path: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy ``[B, 1]`` of stored paths, all steps at once."""
+        x, times = path[:, :-1], self.times[-self.num_noisy :]
+        steps = self._step(x, self.field(expert, prefix, x, times), times)
+        return steps.log_prob(path[:, 1:]).sum(1), steps.entropy().sum(1)
+
+    def _step(self, x: Tensor, velocity: Tensor, time: Tensor) -> DiagGaussian:
+        """Return the distributions of the next points of ``[B, S, C * A]`` at times ``[S]``."""
+        if self.noise == "every_step":
+            return sde_step(x, velocity, time.unsqueeze(-1), 1.0 / self.steps, self.noise_level)
+        return DiagGaussian(x + velocity / self.steps, torch.full_like(time.unsqueeze(-1), math.log(self.noise_level)))
 
     def interpolate(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Draw noise and time; returns points ``[B, 1, D]``, times ``[B, 1]`` and the velocity to learn."""

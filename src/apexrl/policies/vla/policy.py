@@ -16,7 +16,7 @@ from apexrl.errors import ConfigError, did_you_mean
 from apexrl.models import Distribution, leaves
 from apexrl.models.encoder import is_picture, leaf_spaces, select_groups
 from apexrl.policies.base import Policy
-from apexrl.policies.vla.flow import FlowHead
+from apexrl.policies.vla.flow import FlowHead, NoiseKind
 from apexrl.policies.vla.likelihood import DistributionKind, LikelihoodHead
 from apexrl.policies.vla.model import SIZES, ActionExpert, Dimensions, Prefix, PrefixTransformer
 from apexrl.policies.vla.scaling import Scaling
@@ -62,7 +62,8 @@ class VLAPolicy(Policy):
         max_std: its upper bound.
         learn_std: let reinforcement learning change it; imitation never does.
         denoising_steps: of the flow head.
-        noise_level: of the flow head's stochastic sampler.
+        noise: in every_step of the flow head's sampler, or in the last_step alone.
+        noise_level: its size.
         guidance: of the flow head; 1 is the conditional field alone.
         condition_dropout: share of demonstrations that train the flow head's unconditional branch.
         lora_rank: train additions of this rank instead of the transformers' weights; 0 trains the weights.
@@ -91,6 +92,7 @@ class VLAPolicy(Policy):
         max_std: float = 2.0,
         learn_std: bool = True,
         denoising_steps: int = 5,
+        noise: NoiseKind = "every_step",
         noise_level: float = 0.5,
         guidance: float = 1.0,
         condition_dropout: float = 0.1,
@@ -140,6 +142,7 @@ class VLAPolicy(Policy):
                 dimensions.expert_width,
                 num_actions,
                 denoising_steps=denoising_steps,
+                noise=noise,
                 noise_level=noise_level,
                 guidance=guidance,
                 condition_dropout=condition_dropout,
@@ -202,12 +205,10 @@ class VLAPolicy(Policy):
         assert self.flow is not None
         if action.ndim != len(shape) + 2:
             raise ValueError(
-                f"A flow policy evaluates paths [..., {self.flow.steps + 1}, {action.shape[-1]}], got actions "
+                f"A flow policy evaluates paths [..., {self.flow.num_noisy + 1}, {action.shape[-1]}], got actions "
                 f"{list(action.shape)}. Give batch['{DENOISING}'], which act() returned, or call evaluate(batch)."
             )
-        path = action.reshape(-1, *action.shape[-2:])
-        steps = self.flow.transitions(self.expert, prefix, path)
-        log_prob, entropy = steps.log_prob(path[:, 1:]).sum(1), steps.entropy().sum(1)
+        log_prob, entropy = self.flow.evaluate(self.expert, prefix, action.reshape(-1, *action.shape[-2:]))
         return log_prob.reshape(*shape, 1), entropy.reshape(*shape, 1)
 
     def get_value(self, obs: Observation) -> Tensor:
