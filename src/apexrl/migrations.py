@@ -28,6 +28,11 @@ def _config_3(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def _config_4(config: dict[str, Any]) -> dict[str, Any]:
+    """Flow heads have noise; without it every step of their sampler is noisy."""
+    return config
+
+
 def _checkpoint_2(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Adam's moments are called mean and square, its step count steps; they had PyTorch's names."""
     names = {"exp_avg": "mean", "exp_avg_sq": "square", "step": "steps"}
@@ -57,7 +62,7 @@ def _checkpoint_4(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return checkpoint
 
 
-CONFIG_MIGRATIONS: tuple[Migration, ...] = (_config_2, _config_3)
+CONFIG_MIGRATIONS: tuple[Migration, ...] = (_config_2, _config_3, _config_4)
 CHECKPOINT_MIGRATIONS: tuple[Migration, ...] = (_checkpoint_2, _checkpoint_3, _checkpoint_4)
 CONFIG_VERSION = 1 + len(CONFIG_MIGRATIONS)
 CHECKPOINT_FORMAT = 1 + len(CHECKPOINT_MIGRATIONS)
