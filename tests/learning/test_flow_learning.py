@@ -1,4 +1,7 @@
-"""Post-training a flow policy: from one demonstration, which says nothing of other goals, to all of them."""
+"""Post-training a flow policy: from one demonstration, which says nothing of other goals, to all of them.
+
+``python -m tests.learning.test_flow_learning`` compares noise in every denoising step with noise in the last.
+"""
 
 from __future__ import annotations
 
@@ -92,3 +95,12 @@ def test_a_flow_policy_learns_other_goals_than_the_demonstrated_one(seed: int) -
     before, after = learn(seed, 25, noise="last_step", noise_level=0.7)
     assert before < 0.3
     assert after >= 0.8
+
+
+if __name__ == "__main__":
+    for options in (
+        {"noise": "every_step", "noise_level": 2.5},
+        {"noise": "every_step", "noise_level": 1.4, "denoising_steps": 2},
+        {"noise": "last_step", "noise_level": 0.7},
+    ):
+        print(options, *(f"{100 * rate:.0f} %" for rate in learn(0, 40, **options)), flush=True)

@@ -536,6 +536,17 @@ def test_another_distribution_is_refused() -> None:
         SACPolicy.for_env(make_env("pendulum", 1), actor_cfg={"distribution": "gaussian"})
 
 
+def test_the_actor_begins_as_linear_layers_do_with_the_deviation_asked_for() -> None:
+    # Orthogonal rows have norm √2; those of nn.Linear are uniform in ±1/√256, of norm √(1/3).
+    actor: Any = SACPolicy.for_env(make_env("pendulum", 1), actor_cfg={"init_std": 0.3}).actor
+    hidden, head = actor.trunk[2], actor.action_head.head
+    for layer in (hidden, head):
+        assert layer.weight.abs().max() <= 1 / 16
+        assert layer.weight.norm(dim=1).mean().item() == pytest.approx(3**-0.5, rel=0.15)
+    assert hidden.bias.count_nonzero() > 250
+    assert abs(head.bias[1].item() - math.log(0.3)) <= 1 / 16
+
+
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
     [("num_steps", 0, "at least 1"), ("batch_size", 0, "at least 1"), ("replay_capacity", 0, "at least 1"),

@@ -198,6 +198,11 @@ def test_another_length_drops_what_was_ordered_ahead_and_reset_cuts_the_episodes
     assert counting.episode_metrics.totals["episode_len"].tolist() == [4 * 15, 12]
 
 
+def test_workers_have_the_priority_of_the_learner(counting: RayCollector) -> None:
+    worker = process_of(counting.collect(2), 0)
+    assert os.getpriority(os.PRIO_PROCESS, worker) == os.getpriority(os.PRIO_PROCESS, 0)
+
+
 def test_it_acts_with_the_policy_that_it_follows(counting: RayCollector) -> None:
     counting.max_staleness = 1
     counting.collect(2)
