@@ -6,7 +6,7 @@
 
 Every combination is a process of its own, all at once: presets ``mt10_bc``, then ``mt10_rloo`` from its weights; with
 ``--presets camera`` these are ``camera_bc`` and ``camera_rloo``: pictures, proprioception and instruction alone.
-Success is deterministic, over 50 held-out initial states of each task (100 of the one seen by camera): neither
+Success is deterministic, over 50 held-out initial states of each task (400 of the one seen by camera): neither
 demonstrations nor rollouts start from these.
 """
 
@@ -33,7 +33,7 @@ from apexrl.run import make_trainer
 from apexrl.sections import SuiteConfig
 from apexrl.suite_run import make_suite_env
 
-PER_TASK = {"mt10": 50, "camera": 100}
+PER_TASK = {"mt10": 50, "camera": 400}
 
 
 def settings(head: str, workers: int, seed: int, more: dict[str, Any]) -> list[tuple[str, str]]:
