@@ -5,6 +5,7 @@ The mathematics is the same in every mode, because it is the same function.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import threading
@@ -117,7 +118,7 @@ class Captured:
         for generator in self.generators:
             graph.register_generator_state(generator)
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
+        with garbage_stays(), torch.cuda.graph(graph):
             entry.output = self.function(*entry.inputs)
         entry.graph = graph
 
@@ -125,6 +126,19 @@ class Captured:
         # A capture that broke off leaves generators waiting for its end; a copy of their state does not.
         for generator in (torch.cuda.default_generators[torch.cuda.current_device()], *self.generators):
             generator.graphsafe_set_state(generator.clone_state())
+
+
+@contextmanager
+def garbage_stays() -> Iterator[None]:
+    """Collect garbage now, and not again until the end: to free an old CUDA graph would break a capture."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Compiled:

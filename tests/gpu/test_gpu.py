@@ -1,5 +1,6 @@
 """On a CUDA device: graphs compute what eager code computes, resume exactly, and fall back when they must."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from apexrl import (
     make_env,
 )
 from apexrl.agent import TrainingConfig
-from apexrl.graphs import Acceleration, Captured
+from apexrl.graphs import WARM_UP_CALLS, Acceleration, Captured
 
 pytestmark = pytest.mark.gpu
 
@@ -159,6 +160,28 @@ def test_roa_graphs_equal_eager_in_both_phases() -> None:
         assert eager.keys() == graph.keys()
         for name in ("rollout/mean_reward", "train/adapt_loss"):
             assert graph[name] == pytest.approx(eager[name], rel=1e-3, abs=1e-4)
+
+
+def test_an_old_graph_that_is_garbage_is_not_freed_in_a_capture() -> None:
+    def double(x: Tensor) -> Tensor:
+        if gc.isenabled():
+            gc.collect()  # as Python may at any time
+        return x * 2
+
+    def warmed_up() -> Captured:
+        captured = Captured("double", double, enabled=True)
+        for _ in range(WARM_UP_CALLS):
+            captured(ones)
+        return captured
+
+    ones = torch.ones(3, device="cuda")
+    old, new = warmed_up(), warmed_up()
+    old(ones)
+    cycle: list[Any] = [old]
+    cycle.append(cycle)
+    del old, cycle
+    assert new(ones).tolist() == [2, 2, 2]
+    assert new.enabled
 
 
 @pytest.mark.parametrize("phase", ["train", "finetune"])

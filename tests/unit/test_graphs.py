@@ -1,7 +1,9 @@
 """Every path computes the same; nothing in the hot loops waits for the device."""
 
+import gc
 import random
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from apexrl import PPO, ActorCritic, PPOConfig, RecurrentActorCritic, SyncCollector, make_env
-from apexrl.graphs import Acceleration, Captured, Compiled, Stopwatch
+from apexrl.graphs import Acceleration, Captured, Compiled, Stopwatch, garbage_stays
 
 
 def weights_after(acceleration: Acceleration, task: str, iterations: int, recurrent: bool = False) -> Tensor:
@@ -152,3 +154,27 @@ def test_stopwatch_times_the_phase_between_two_marks() -> None:
     seconds = watch.seconds()
     assert list(seconds) == ["sleep"]
     assert 0.045 < seconds["sleep"] < 0.5
+
+
+class Cycle:
+    """Garbage that only the collector can free."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_no_garbage_is_collected_in_a_capture() -> None:
+    before = weakref.ref(Cycle())
+    old = gc.get_threshold()
+    gc.set_threshold(1)  # collect as soon as anything is made
+    try:
+        with garbage_stays():
+            assert before() is None
+            during = weakref.ref(Cycle())
+            _ = [Cycle() for _ in range(100)]
+            assert during() is not None
+        assert gc.isenabled()
+        _ = [Cycle() for _ in range(100)]
+        assert during() is None
+    finally:
+        gc.set_threshold(*old)

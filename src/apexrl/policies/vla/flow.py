@@ -1,4 +1,4 @@
-"""The flow head: chunks are denoised by a learned velocity field, exactly or with noise in every step.
+"""The flow head: chunks are denoised by a learned velocity field, exactly or with noise.
 
 Noise ε and chunk a are joined by the straight line x_t = (1 − t) ε + t a, with velocity a − ε. The field v(x, t) is
 trained to that velocity; the ordinary equation dx = v dt then carries noise at t = 0 to chunks at t = 1.
@@ -70,8 +70,8 @@ class FlowHead(nn.Module):
         num_actions: int,
         *,
         denoising_steps: int = 5,
-        noise: NoiseKind = "every_step",
-        noise_level: float = 0.5,
+        noise: NoiseKind = "last_step",
+        noise_level: float = 0.7,
         guidance: float = 1.0,
         condition_dropout: float = 0.1,
     ) -> None:
