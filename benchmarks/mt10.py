@@ -1,7 +1,7 @@
 """Post-training one language-conditioned policy: on all of Meta-World MT10, or on one task that it sees by camera.
 
     python benchmarks/mt10.py [--demos 1,10] [--heads likelihood,flow] [--iterations 40] [--workers 4] [--seed 0]
-    python benchmarks/mt10.py --presets camera --demos 1 --heads likelihood
+    python benchmarks/mt10.py --presets camera --demos 2 --heads likelihood
     python benchmarks/mt10.py --draw docs/images/mt10.png       shows and draws what was measured last
 
 Every combination is a process of its own, all at once: presets ``mt10_bc``, then ``mt10_rloo`` from its weights; with

@@ -85,7 +85,8 @@ def section(path: Path) -> str:
     parts += [f"![{title}]({picture})"] if (PAGE.parent / picture).exists() else []
     parts += [settings(record), NOTES.get(name, ""), record.get("note", "")]
     # Rows that were measured by calls of their own say with which options.
-    calls = dict.fromkeys(f"{command} {row.get('options', '')}".strip() for row in record.get("rows", [{}]))
+    options = (row.get("options", "") for row in record.get("rows", [{}]))
+    calls = dict.fromkeys(command if text in command else f"{command} {text}" for text in options)
     parts += ["```bash\n" + "\n".join(calls) + "\n```", f"{where(record)} [Record](../benchmarks/{path.name})."]
     return "\n\n".join(part for part in parts if part)
 

@@ -29,10 +29,7 @@ def _config_3(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config_4(config: dict[str, Any]) -> dict[str, Any]:
-    """Flow heads have noise; where a run that names every other field lacks it, each step of their sampler is noisy."""
-    policy = config.get("policy")
-    if isinstance(policy, dict) and {"noise_level", "guidance"} <= policy.keys() and "noise" not in policy:
-        policy["noise"] = "every_step"
+    """Flow heads have noise; without it every step of their sampler is noisy."""
     return config
 
 

@@ -194,10 +194,10 @@ class VLAConfig:
     """Learn that scale, for each dimension of an action; only for likelihood."""
     denoising_steps: int = 5
     """Only for flow."""
-    noise: Literal["every_step", "last_step"] = "last_step"
+    noise: Literal["every_step", "last_step"] = "every_step"
     """Where sampling adds noise, so that chunks have likelihoods; only for flow. last_step is cheaper, and what it
     explores is what the likelihood is of: better for reinforcement learning from a few demonstrations."""
-    noise_level: float = 0.7
+    noise_level: float = 0.5
     """Size of that noise; with last_step its standard deviation, on normalised actions; only for flow."""
     guidance: float = 1.0
     """Classifier-free guidance at inference; 1 is the conditional field alone; only for flow."""

@@ -154,14 +154,6 @@ def test_migrations_run_in_order_from_the_version_of_the_file(monkeypatch: pytes
     assert migrated_checkpoint({"format": 2}, "it") == {"format": 4, "policy": {"seen": "bc"}}
 
 
-def test_a_flow_policy_saved_before_it_had_a_choice_keeps_noise_in_every_step() -> None:
-    saved = load_config("mt10_rloo", [("policy.head", "flow")]).to_dict()
-    del saved["policy"]["noise"]
-    assert migrated_config({**saved, "version": 3})["policy"]["noise"] == "every_step"
-    by_hand = {"policy": {"kind": "vla", "head": "flow", "noise_level": 1.0}}
-    assert "noise" not in migrated_config(by_hand)["policy"]
-
-
 def test_every_migration_says_what_changed() -> None:
     for number, migrate in enumerate(CONFIG_MIGRATIONS, 2):
         assert migrate.__name__ == f"_config_{number}"

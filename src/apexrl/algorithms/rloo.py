@@ -207,6 +207,11 @@ class RLOO(BaseAlgorithm):
         if cfg.loss == "weighted_flow":
             if not isinstance(policy, VLAPolicy) or policy.flow is None:
                 raise ConfigError("algo.loss weighted_flow needs policy.kind vla with policy.head flow.")
+            if policy.flow.noise == "last_step":
+                raise ConfigError(
+                    "algo.loss weighted_flow imitates sampled chunks, which policy.noise last_step makes wider than "
+                    "the flow, and wider again in every iteration; set policy.noise to every_step."
+                )
             self._flow = PI0_CFG_Adapter(policy)
         self._progress = Progress(METRICS, policy.device)
         self._rate, self._num_steps = cfg.learning_rate, 0

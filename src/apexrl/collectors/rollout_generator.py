@@ -411,8 +411,8 @@ class RolloutGenerator(BaseCollector):
         if not is_mixed:
             self.on_message(
                 f"No group had both successes and failures after {attempts}; nothing is learned from this batch. Where "
-                "this goes on, start from an imitated policy (training.init_from), raise policy.init_std, or lengthen "
-                "task.max_episode_length."
+                "this goes on, start from an imitated policy (training.init_from), raise policy.init_std "
+                "(policy.noise_level of a flow head), or lengthen task.max_episode_length."
             )
         elif found < self.num_envs:
             self.on_message(

@@ -341,9 +341,7 @@ def test_what_did_better_becomes_likelier_for_both_heads_of_a_vla(head: Literal[
     batch = sample(policy)
     first = RLOO(policy=policy, cfg=RLOOConfig(**ONE_STEP, learning_rate=1e-9)).update(batch)
     assert first["approx_kl"].item() < 1e-6
-    # The last of the flow's five steps is what is trained: a fifth of the way to a chunk.
-    rate = RLOOConfig().learning_rate * (20 if head == "flow" else 1)
-    algorithm = RLOO(policy=policy, cfg=RLOOConfig(num_minibatches=1, num_epochs=3, learning_rate=rate))
+    algorithm = RLOO(policy=policy, cfg=RLOOConfig(num_minibatches=1, num_epochs=3))
     algorithm.update(batch)
     _, advantage = algorithm._episodes(batch)
     change = policy.evaluate(batch).log_prob.detach() - batch["sample_log_prob"]
@@ -383,6 +381,9 @@ def test_the_weighted_flow_learns_what_did_better(monkeypatch: pytest.MonkeyPatc
 def test_the_weighted_flow_needs_a_flow() -> None:
     with pytest.raises(ConfigError, match=r"needs policy\.kind vla with policy\.head flow"):
         RLOO(policy=make_policy(), cfg=RLOOConfig(loss="weighted_flow"))
+    widening = VLAPolicy(OBSERVATION_SPACE, ACTION_SPACE, chunk=2, head="flow", noise="last_step")
+    with pytest.raises(ConfigError, match=r"set policy\.noise to every_step"):
+        RLOO(policy=widening, cfg=RLOOConfig(loss="weighted_flow"))
 
 
 def test_in_bf16_the_ratio_begins_at_one_and_the_step_is_nearly_the_same() -> None:

@@ -63,11 +63,15 @@ def test_a_text_tower_that_pools_tells_word_order_apart() -> None:
     torch.testing.assert_close(tokens[0], tokens[2])
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(
+    ("head", "noise"), [("likelihood", "every_step"), ("flow", "every_step"), ("flow", "last_step")]
+)
 @pytest.mark.parametrize("leading", [(5,), (4, 5)])
 @pytest.mark.parametrize("pool", [True, False])
-def test_a_stored_chunk_gets_its_log_probability_again(head: str, leading: tuple[int, ...], pool: bool) -> None:
-    policy = with_statistics(make(head, "state", "instruction", "camera", pool_text=pool))
+def test_a_stored_chunk_gets_its_log_probability_again(
+    head: str, noise: str, leading: tuple[int, ...], pool: bool
+) -> None:
+    policy = with_statistics(make(head, "state", "instruction", "camera", pool_text=pool, noise=noise))
     obs = observe(*leading, camera=True)
     with torch.no_grad():
         output = policy.act({"observation": obs})
@@ -217,6 +221,7 @@ def test_lora_trains_the_additions_and_not_the_transformers() -> None:
 
 
 def test_adapters_start_from_a_whole_policy_and_fold_into_one() -> None:
+    torch.manual_seed(0)
     whole, adapted = make(), make(lora_rank=2)
     obs = observe(4)
     adapted.load_state_dict(with_adapters(adapted, whole.state_dict()))
@@ -228,7 +233,7 @@ def test_adapters_start_from_a_whole_policy_and_fold_into_one() -> None:
     trained = adapted(obs, deterministic=True).action
     assert not torch.allclose(trained, expected, atol=1e-3)
     whole.load_state_dict(merged(adapted))
-    torch.testing.assert_close(whole(obs, deterministic=True).action, trained)
+    torch.testing.assert_close(whole(obs, deterministic=True).action, trained, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_noise_in_the_steps_keeps_the_marginals(noise_level: float) -> None:
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 def test_the_log_probability_of_a_path_by_hand(guidance: float) -> None:
-    policy = flow_policy(denoising_steps=4, noise="every_step", noise_level=0.6, guidance=guidance)
+    policy = flow_policy(denoising_steps=4, noise_level=0.6, guidance=guidance)
     assert policy.flow is not None
     obs = observe(5)
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_the_log_probability_of_a_path_by_hand(guidance: float) -> None:
 
 
 def test_noise_in_the_last_step_is_a_gaussian_around_the_end_of_the_ordinary_equation() -> None:
-    policy = flow_policy(denoising_steps=4, noise_level=0.6)
+    policy = flow_policy(denoising_steps=4, noise="last_step", noise_level=0.6)
     assert policy.flow is not None
     obs = observe(4000)
     with torch.no_grad():
@@ -169,7 +169,7 @@ def test_noise_in_the_last_step_is_a_gaussian_around_the_end_of_the_ordinary_equ
         noise = (path[:, 1] - path[:, 0] - velocity / 4) / 0.6
         evaluation = policy.evaluate({"observation": obs, **output})
         mode = policy.act({"observation": obs}, deterministic=True)["action"]
-        twin = flow_policy(denoising_steps=4, noise="every_step")
+        twin = flow_policy(denoising_steps=4)
         twin.load_state_dict(policy.state_dict())
         mode_of_twin = twin.act({"observation": obs}, deterministic=True)["action"]
     assert noise.mean().item() == pytest.approx(0.0, abs=0.02)
@@ -200,7 +200,7 @@ def test_guidance_one_is_the_conditional_field_exactly_and_zero_the_unconditiona
 
 
 def test_a_deterministic_path_follows_the_ordinary_equation() -> None:
-    policy = flow_policy(denoising_steps=3, noise="every_step")
+    policy = flow_policy(denoising_steps=3)
     assert policy.flow is not None
     obs = observe(2)
     path = policy.act({"observation": obs}, deterministic=True)["denoising"]

@@ -1,4 +1,4 @@
-"""The flow head: chunks are denoised by a learned velocity field, exactly or with noise.
+"""The flow head: chunks are denoised by a learned velocity field, exactly or with noise in every step.
 
 Noise ε and chunk a are joined by the straight line x_t = (1 − t) ε + t a, with velocity a − ε. The field v(x, t) is
 trained to that velocity; the ordinary equation dx = v dt then carries noise at t = 0 to chunks at t = 1.
@@ -14,8 +14,9 @@ x' ~ N(x + h (v − ½ η² (x − t v)),  η² (1 − t) h)
 
 so that a whole path has a likelihood: log π = Σ_k log N(x_{k+1}; mean_k, std_k), given its first noise.
 
-Or only the last step is noisy, x' ~ N(x + h v, η²): what is explored is then what the probability is of, while noise in
-an earlier step is mostly undone by the steps that follow and is only noise in the gradient.
+Or only the last step is noisy, x' ~ N(x + h v, η²), given the point x before it, as if that did not depend on the
+weights. What is explored is then what the probability is of, while noise in an earlier step is mostly undone by the
+steps that follow and is only noise in the gradient.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class FlowHead(nn.Module):
         num_actions: int,
         *,
         denoising_steps: int = 5,
-        noise: NoiseKind = "last_step",
-        noise_level: float = 0.7,
+        noise: NoiseKind = "every_step",
+        noise_level: float = 0.5,
         guidance: float = 1.0,
         condition_dropout: float = 0.1,
     ) -> None:
