@@ -173,7 +173,7 @@ def main() -> None:
         alone = add(CHEETAH.task, "environment alone", environment_alone(CHEETAH, total), None)
         print("ratio to Gymnasium's stepping alone:")
         mujoco(alone)
-        speeds = {threads: mujoco(alone, threads) for threads in (2, 4, 6, 8, 12, 16) if threads <= num_cores()}
+        speeds = {threads: mujoco(alone, threads) for threads in (1, 2, 4, 6, 8, 12, 16) if threads <= num_cores()}
         mujoco(alone, max(speeds, key=speeds.__getitem__), 2)
         add(CHEETAH.task, "environment alone, again", environment_alone(CHEETAH, total), None)
         mujoco(alone)
