@@ -13,7 +13,6 @@ demonstrations nor rollouts start from these.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import multiprocessing
 import tempfile
@@ -28,6 +27,8 @@ import torch
 
 from apexrl.config import load_config
 from apexrl.demos import record_demos
+from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.envs.suites.metaworld import MetaWorldSuite
 from apexrl.evaluation import EvaluationResult, evaluate
 from apexrl.run import make_trainer
 from apexrl.sections import SuiteConfig
@@ -49,14 +50,16 @@ def settings(head: str, workers: int, seed: int, more: dict[str, Any]) -> list[t
     return [(name, str(value)) for name, value in values.items()]
 
 
-def held_out(trainer: Any, options: dict[str, Any]) -> EvaluationResult:
-    env = trainer.env.spawn(options["envs"])
-    env.suite = copy.copy(env.suite)
+def held_out_env(task: SuiteConfig, device: torch.device, options: dict[str, Any]) -> SuiteVecEnv:
+    """Make what both evaluate on; to start its processes takes as long as to simulate, so it stays open."""
+    env = make_suite_env(task, device, options["envs"])
+    assert isinstance(env.suite, MetaWorldSuite)
     env.suite.num_init_states = PER_TASK[options["presets"]]
-    try:
-        return evaluate(env, trainer.policy, env.num_distinct_episodes, deterministic=True)
-    finally:
-        env.close()
+    return env
+
+
+def held_out(env: SuiteVecEnv, trainer: Any) -> EvaluationResult:
+    return evaluate(env, trainer.policy, env.num_distinct_episodes, deterministic=True)
 
 
 def per_task(result: EvaluationResult) -> dict[str, Any]:
@@ -74,9 +77,13 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
     more = {"task.demos": f"{directory}/demos-{demos}", **options["overrides"]}
     base = settings(head, options["workers"], options["seed"], more)
     name = f"{demos:2} demos, {head:10}"
-    bc = make_trainer(load_config(f"{options['presets']}_bc", [*base, *options["bc"]]), place / "bc")
+    bc_config = load_config(f"{options['presets']}_bc", [*base, *options["bc"]])
+    assert isinstance(bc_config.task, SuiteConfig)
+    bc = make_trainer(bc_config, place / "bc")
     bc.learn()
-    start = held_out(bc, options)
+    assert isinstance(bc.env, SuiteVecEnv)
+    tests = held_out_env(bc_config.task, bc.env.device, options)
+    start = held_out(tests, bc)
     weights = bc.save_checkpoint(str(place / "bc.pt"))
     bc.close()
     print(f"{name} BC {100 * start.mean('success_once'):5.1f} %  {time.perf_counter() - started:4.0f} s", flush=True)
@@ -88,7 +95,7 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
         point = {"iteration": trainer.iteration, "steps": trainer.total_steps, "seconds": time.perf_counter() - started}
         point["sampled"] = stats.get("rollout/success_rate", float("nan"))
         if trainer.iteration % options["every"] == 0:
-            point["held_out"] = held_out(trainer, options).mean("success_once")
+            point["held_out"] = held_out(tests, trainer).mean("success_once")
             print(
                 f"{name} iteration {trainer.iteration:3}  sampled {100 * point['sampled']:5.1f} %  held out "
                 f"{100 * point['held_out']:5.1f} %  {point['steps']:9,} steps  {point['seconds']:4.0f} s",
@@ -101,8 +108,9 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
     while rloo.iteration < wanted and time.perf_counter() - started < options["seconds"]:
         rloo.cfg = replace(rloo.cfg, num_train_steps=rloo.iteration + 1)
         rloo.learn()
-    end = held_out(rloo, options)
+    end = held_out(tests, rloo)
     rloo.close()
+    tests.close()
     seconds = time.perf_counter() - started
     print(f"{name} RLOO {100 * end.mean('success_once'):5.1f} %  {seconds:4.0f} s", flush=True)
     return {
@@ -180,11 +188,12 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of rloo")
     parser.add_argument("--set-bc", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of bc")
     parser.add_argument("--set-both", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of both")
-    parser.add_argument("--no-record", action="store_true", help="write no record")
+    parser.add_argument("--record", help="name of the record; empty writes none, the presets' name if not given")
     parser.add_argument("--draw", type=Path, help="show and draw into this file what was measured last")
     options = parser.parse_args()
+    record = options.presets if options.record is None else options.record
     if options.draw:
-        rows = json.loads((Path(__file__).parent / f"{options.presets}.json").read_text())["rows"]
+        rows = json.loads((Path(__file__).parent / f"{record}.json").read_text())["rows"]
         show(rows)
         draw(rows, options.draw)
         return
@@ -215,8 +224,8 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(len(jobs), maxtasksperchild=1) as pool:
             rows = pool.starmap(run, jobs, chunksize=1)
     show(rows)
-    if not options.no_record:
-        print(f"wrote {report.write(options.presets, {'rows': rows})}")
+    if record:
+        print(f"wrote {report.write(record, {'rows': rows})}")
 
 
 if __name__ == "__main__":

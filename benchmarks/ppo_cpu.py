@@ -1,11 +1,12 @@
 """PPO on one CPU thread: ours, Stable-Baselines3, rsl_rl, and the environment alone.
 
     python benchmarks/ppo_cpu.py [--quick]
-    python benchmarks/ppo_cpu.py --only-mujoco      MujocoVecEnv alone, with several numbers of threads
+    python benchmarks/ppo_cpu.py --only-mujoco      MujocoVecEnv and Gymnasium's stepping alone, in turns
 
-HalfCheetah-v5: 8 environments, 256 steps, 10 epochs of 32 minibatches; ours also on MujocoVecEnv with 64 environments
-and threads that simulate (``+`` threads that learn). CartPole-v1: 8 environments, 128 steps, 4 epochs of 4 minibatches.
-Networks 64-64. Last, the rollout of the tensor task ``cartpole`` with 4,096 environments.
+HalfCheetah-v5: 8 environments, 256 steps, 10 epochs of 32 minibatches; ours also on MujocoVecEnv with 64 environments,
+simulated by some threads and learned from by one. CartPole-v1: 8 environments, 128 steps, 4 epochs of 4 minibatches.
+Networks 64-64. Last, the rollout of the tensor task ``cartpole`` with 4,096 environments. A machine's speed changes by
+the minute, so ``--only-mujoco`` times both in turns, and divides each figure by the one just before it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import io
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +44,8 @@ class Work:
 
 CHEETAH = Work("HalfCheetah-v5", 8, 256, 10, 32)
 CARTPOLE = Work("CartPole-v1", 8, 128, 4, 4)
+MANY = Work("mujoco/HalfCheetah-v5", 64, 256, 10, 32)
+NAME = f"ours, compiled, {MANY.num_envs} envs, {num_cores()} cores"
 
 
 def environment_alone(work: Work, total: int) -> float:
@@ -55,7 +59,9 @@ def environment_alone(work: Work, total: int) -> float:
     return total / (time.perf_counter() - started)
 
 
-def ours(work: Work, total: int, *, compile_it: bool, **env_options: Any) -> float:
+@contextlib.contextmanager
+def learner(work: Work, *, compile_it: bool, **env_options: Any) -> Iterator[Callable[[int], float]]:
+    """Give a function that learns from about so many steps and returns how many it took a second."""
     torch.manual_seed(0)
     acceleration = Acceleration(compile=compile_it)
     env = make_env(work.task, work.num_envs, **env_options)
@@ -68,15 +74,22 @@ def ours(work: Work, total: int, *, compile_it: bool, **env_options: Any) -> flo
     )
     algorithm = PPO(policy=policy, cfg=cfg, acceleration=acceleration)
     collector = SyncCollector(env, policy, keep=PPO.required_keys, seed=0, acceleration=acceleration)
-    for _ in range(3):
-        algorithm.update(collector.collect(work.num_steps))
-    iterations = max(1, total // (work.num_steps * work.num_envs))
-    started = time.perf_counter()
-    for _ in range(iterations):
-        algorithm.update(collector.collect(work.num_steps))
-    seconds = time.perf_counter() - started
+
+    def speed(total: int) -> float:
+        iterations = max(1, total // (work.num_steps * work.num_envs))
+        started = time.perf_counter()
+        for _ in range(iterations):
+            algorithm.update(collector.collect(work.num_steps))
+        return iterations * work.num_steps * work.num_envs / (time.perf_counter() - started)
+
+    speed(3 * work.num_steps * work.num_envs)
+    yield speed
     env.close()
-    return iterations * work.num_steps * work.num_envs / seconds
+
+
+def ours(work: Work, total: int, *, compile_it: bool, **env_options: Any) -> float:
+    with learner(work, compile_it=compile_it, **env_options) as speed:
+        return speed(total)
 
 
 def sb3(work: Work, total: int) -> float:
@@ -148,7 +161,8 @@ def tensor_rollout(num_envs: int = 4096, num_steps: int = 64) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps: for a look, not for a figure")
-    parser.add_argument("--only-mujoco", action="store_true", help="one row, into a record of its own")
+    parser.add_argument("--only-mujoco", action="store_true", help="into a record of its own")
+    parser.add_argument("--turns", type=int, default=9, help="of --only-mujoco")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -161,23 +175,20 @@ def main() -> None:
         print(f"{task:24} {name:52} {speed:12,.0f} steps/s {ratio}", flush=True)
         return speed
 
-    def mujoco(alone: float, num_threads: int | None = None, learner_threads: int = 1) -> float:
-        many = Work("mujoco/HalfCheetah-v5", 64, 256, 10, 32)
-        torch.set_num_threads(learner_threads)
-        speed = ours(many, 4 * total, compile_it=True, num_threads=num_threads)
-        torch.set_num_threads(1)
-        threads = f", {num_threads} + {learner_threads} threads" if num_threads else ""
-        return add(many.task, f"ours, compiled, 64 envs, {num_cores()} cores{threads}", speed, alone)
-
     if options.only_mujoco:
-        alone = add(CHEETAH.task, "environment alone", environment_alone(CHEETAH, total), None)
-        print("ratio to Gymnasium's stepping alone:")
-        mujoco(alone)
-        speeds = {threads: mujoco(alone, threads) for threads in (1, 2, 4, 6, 8, 12, 16) if threads <= num_cores()}
-        mujoco(alone, max(speeds, key=speeds.__getitem__), 2)
-        add(CHEETAH.task, "environment alone, again", environment_alone(CHEETAH, total), None)
-        mujoco(alone)
-        print(f"wrote {report.write('ppo_mujoco', {'rows': rows, 'quick': options.quick})}")
+        bases: list[float] = []
+        ratios: list[float] = []
+        with learner(MANY, compile_it=True) as speed:
+            for _ in range(options.turns):
+                bases.append(add(CHEETAH.task, "environment alone", environment_alone(CHEETAH, total), None))
+                ratios.append(add(MANY.task, NAME, speed(4 * total), bases[-1]) / bases[-1])
+        for threads in (2, 4, 8, 16):
+            if threads <= num_cores():
+                found = ours(MANY, 4 * total, compile_it=True, num_threads=threads)
+                add(MANY.task, f"{NAME}, {threads} simulate", found, float(np.median(bases)))
+        print(f"median of {len(ratios)} ratios {np.median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}")
+        summary = {"median_ratio": float(np.median(ratios)), "quick": options.quick}
+        print(f"wrote {report.write('ppo_mujoco', {'rows': rows, **summary})}")
         return
     for work in (CHEETAH, CARTPOLE):
         alone = add(work.task, "environment alone", environment_alone(work, total), None)
@@ -188,7 +199,7 @@ def main() -> None:
         add(work.task, "ours, compiled", ours(work, total, compile_it=True), base)
         if work is CHEETAH:
             print("ratio to Gymnasium's stepping alone:")
-            mujoco(alone)
+            add(MANY.task, NAME, ours(MANY, 4 * total, compile_it=True), alone)
     add("cartpole (tensors)", "rollout, 4,096 environments", tensor_rollout(), None)
     print(f"wrote {report.write('ppo_cpu', {'rows': rows, 'quick': options.quick})}")
 

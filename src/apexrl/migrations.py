@@ -33,6 +33,11 @@ def _config_4(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def _config_5(config: dict[str, Any]) -> dict[str, Any]:
+    """BC has picture_shift; without it pictures stay where they are."""
+    return config
+
+
 def _checkpoint_2(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Adam's moments are called mean and square, its step count steps; they had PyTorch's names."""
     names = {"exp_avg": "mean", "exp_avg_sq": "square", "step": "steps"}
@@ -62,7 +67,7 @@ def _checkpoint_4(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return checkpoint
 
 
-CONFIG_MIGRATIONS: tuple[Migration, ...] = (_config_2, _config_3, _config_4)
+CONFIG_MIGRATIONS: tuple[Migration, ...] = (_config_2, _config_3, _config_4, _config_5)
 CHECKPOINT_MIGRATIONS: tuple[Migration, ...] = (_checkpoint_2, _checkpoint_3, _checkpoint_4)
 CONFIG_VERSION = 1 + len(CONFIG_MIGRATIONS)
 CHECKPOINT_FORMAT = 1 + len(CHECKPOINT_MIGRATIONS)

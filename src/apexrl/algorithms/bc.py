@@ -43,6 +43,8 @@ class BCConfig:
     """Share of a weight that is taken off at every step, times learning_rate."""
     state_noise: float = 0.0
     """Standard deviation of noise on the vectors of an observation, in their units; 0 adds none."""
+    picture_shift: int = 0
+    """Pixels by which every picture is moved at random, up to this many each way; 0 moves none."""
     loss: Literal["auto", "likelihood", "mse"] = "auto"
     """Of an mlp: minus the log-probability, or the squared error of its mode; auto is mse while learn_std is false. A
     vla has a loss of its own."""
@@ -70,7 +72,7 @@ class BCConfig:
         require("micro_batch_size", size is None or size >= 1, "must be at least 1 or null")
         for name in ("learning_rate", "min_std", "min_action_std", "max_grad_norm", "adam_eps"):
             require(name, 0 < getattr(self, name) < math.inf, "must be positive")
-        for name in ("weight_decay", "state_noise"):
+        for name in ("weight_decay", "state_noise", "picture_shift"):
             require(name, getattr(self, name) >= 0, "must not be negative")
         require("loss", not (self.loss == "mse" and self.learn_std), "must not be mse while algo.learn_std is true")
 
@@ -96,6 +98,18 @@ def imitation_loss(policy: Policy, batch: Mapping[str, Any]) -> Tensor:
         return own(batch).float().mean()
     log_prob, _ = policy.evaluate_actions(batch[OBSERVATION], batch[ACTION])
     return -log_prob.float().mean()
+
+
+def randomly_moved(pictures: Tensor, most: int) -> Tensor:
+    """Move each picture (``[B, H, W, C]`` or ``[B, C, H, W]``) by up to ``most`` pixels; its border is drawn out."""
+    channels_last = pictures.shape[-1] < pictures.shape[1]
+    upright = pictures if channels_last else pictures.permute(0, 2, 3, 1)
+    count, here = len(pictures), pictures.device
+    down, right = torch.randint(-most, most + 1, (2, count, 1), device=here)
+    rows = (torch.arange(upright.shape[1], device=here) - down).clamp(0, upright.shape[1] - 1)
+    columns = (torch.arange(upright.shape[2], device=here) - right).clamp(0, upright.shape[2] - 1)
+    moved = upright[torch.arange(count, device=here)[:, None, None], rows[:, :, None], columns[:, None, :]]
+    return moved if channels_last else moved.permute(0, 3, 1, 2)
 
 
 class BC(BaseAlgorithm):
@@ -231,8 +245,8 @@ class BC(BaseAlgorithm):
     def _loss(self, samples: TensorDict) -> Tensor:
         """Return the mean loss of samples ``[B]``."""
         policy, cfg = self.policy, self.cfg
-        if cfg.state_noise:
-            samples = self._with_noise(samples)
+        if cfg.state_noise or cfg.picture_shift:
+            samples = self._varied(samples)
         batch: dict[str, Any] = dict(samples.items())
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=self.acceleration.precision == "bf16"):
             by_error = cfg.loss == "mse" or (cfg.loss == "auto" and not cfg.learn_std)
@@ -249,14 +263,16 @@ class BC(BaseAlgorithm):
         error: Tensor = (distribution(batch[OBSERVATION]).mode - batch[ACTION]).square()
         return error
 
-    def _with_noise(self, samples: TensorDict) -> TensorDict:
-        """Shake the vectors of the observations."""
-        shaken = samples.copy()
+    def _varied(self, samples: TensorDict) -> TensorDict:
+        """Shake the vectors of the observations, and move the pictures."""
+        varied, cfg = samples.copy(), self.cfg
         for path, leaf in leaves(samples[OBSERVATION]).items():
+            key = OBSERVATION if isinstance(samples[OBSERVATION], Tensor) else (OBSERVATION, *path.split("."))
             if leaf.is_floating_point():
-                key = OBSERVATION if isinstance(samples[OBSERVATION], Tensor) else (OBSERVATION, *path.split("."))
-                shaken[key] = leaf + self.cfg.state_noise * torch.randn_like(leaf)
-        return shaken
+                varied[key] = leaf + cfg.state_noise * torch.randn_like(leaf)
+            elif leaf.ndim == 4 and cfg.picture_shift:
+                varied[key] = randomly_moved(leaf, cfg.picture_shift)
+        return varied
 
     def adjust_learning_rate(self, progress: float) -> None:
         """Follow the linear schedule."""

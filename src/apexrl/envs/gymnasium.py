@@ -20,9 +20,9 @@ from torch import Tensor
 
 from apexrl.envs import gym_group
 from apexrl.envs.base import SeededVecEnv
+from apexrl.envs.display import MUJOCO_HINT, draw_without_display
 from apexrl.envs.gym_group import Buffers, EnvGroup, MakeFn, Tree, make_buffers, map_tree, users_frames
 from apexrl.envs.gym_workers import Workers
-from apexrl.envs.mujoco_simulation import MUJOCO_HINT, draw_without_display
 from apexrl.errors import EnvError, EnvStateError, did_you_mean
 from apexrl.metrics import MetricSpec
 from apexrl.types import EnvStep, Observation

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from apexrl.envs.base import SeededVecEnv
+from apexrl.envs.display import draw_without_display
 from apexrl.envs.gym_group import Tree, make_buffers, map_tree
 from apexrl.envs.gymnasium import as_observation, step_to_device
 from apexrl.envs.mujoco_payload import WalkerPayload
 from apexrl.envs.mujoco_simulation import (
     Camera,
     Threads,
-    draw_without_display,
     make_models,
     model_differences,
     num_cores,

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes.util
-import functools
 import importlib
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
@@ -19,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from apexrl.envs.display import MUJOCO_HINT, has_display
 from apexrl.errors import EnvError
 
 Randomize: TypeAlias = Callable[[Any, np.random.Generator], None]
@@ -26,27 +24,6 @@ Randomize: TypeAlias = Callable[[Any, np.random.Generator], None]
 
 PICTURE_SIZE = 480
 """Height and width of pictures."""
-
-
-MUJOCO_HINT = (
-    "A MuJoCo task is drawn on a machine without a display when MUJOCO_GL=egl is set (needs the library libEGL)."
-)
-
-
-def draw_without_display() -> None:
-    """Let MuJoCo draw by EGL where there is no display, unless ``MUJOCO_GL`` is set; call it before it is imported."""
-    # Without the library MuJoCo could not even be imported.
-    if not _has_display() and "MUJOCO_GL" not in os.environ and _has_egl():
-        os.environ["MUJOCO_GL"] = "egl"
-
-
-def _has_display() -> bool:
-    return sys.platform != "linux" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
-
-
-@functools.cache
-def _has_egl() -> bool:
-    return ctypes.util.find_library("EGL") is not None
 
 
 def make_models(
@@ -196,7 +173,7 @@ class Camera:
         model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
         model.vis.global_.offwidth = model.vis.global_.offheight = PICTURE_SIZE
         self._data = mujoco.MjData(model)
-        backend = os.environ.get("MUJOCO_GL") or ("glfw" if _has_display() else "egl")
+        backend = os.environ.get("MUJOCO_GL") or ("glfw" if has_display() else "egl")
         try:
             self._gl = importlib.import_module(f"mujoco.{backend}").GLContext(PICTURE_SIZE, PICTURE_SIZE)
             self._gl.make_current()

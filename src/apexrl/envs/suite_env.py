@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from apexrl.envs.base import VecEnv
+from apexrl.envs.display import draw_without_display
 from apexrl.envs.gymnasium import as_observation, step_to_device
-from apexrl.envs.mujoco_simulation import draw_without_display
 from apexrl.envs.suite_workers import Progress, SuiteWorkers
 from apexrl.envs.suites.base import INSTRUCTION_BYTES, InitState, Split, TaskSuite, encode_instruction
 from apexrl.errors import ConfigError, EnvError, EnvStateError

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from tests.point_suite import PointSuite
 from torch import Tensor
 
-from apexrl.algorithms.bc import BC, BCConfig
+from apexrl.algorithms.bc import BC, BCConfig, randomly_moved
 from apexrl.demos import load_demos, record_demos
 from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.errors import ConfigError, DivergenceError
@@ -169,12 +169,42 @@ def test_weight_decay_shrinks_the_weights() -> None:
 
 def test_noise_shakes_the_state_and_nothing_else() -> None:
     algorithm, samples = BC(policy=mlp(), cfg=BCConfig(state_noise=0.5)), demonstrations(5000)
-    shaken = algorithm._with_noise(samples)
+    shaken = algorithm._varied(samples)
     difference = shaken["observation"]["state"] - samples["observation"]["state"]
     assert difference.std().item() == pytest.approx(0.5, rel=0.05)
     assert torch.equal(shaken["observation"]["instruction"], samples["observation"]["instruction"])
     assert torch.equal(shaken["action"], samples["action"])
     assert torch.equal(samples["observation"]["state"], demonstrations(5000)["observation"]["state"])
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_pictures_move_within_bounds_and_borders_are_drawn_out(channels_last: bool) -> None:
+    torch.manual_seed(0)
+    pictures = torch.randint(256, (400, 5, 6, 3), dtype=torch.uint8)
+    given = pictures if channels_last else pictures.permute(0, 3, 1, 2)
+    moved = randomly_moved(given, 2)
+    assert moved.dtype == torch.uint8
+    assert moved.shape == given.shape
+    moved = moved if channels_last else moved.permute(0, 2, 3, 1)
+    seen = set()
+    for picture, result in zip(pictures.numpy(), moved.numpy(), strict=True):
+        padded = np.pad(picture, ((2, 2), (2, 2), (0, 0)), mode="edge")
+        windows = {(y, x): padded[y : y + 5, x : x + 6] for y in range(5) for x in range(5)}
+        found = [place for place, window in windows.items() if np.array_equal(window, result)]
+        assert len(found) == 1
+        seen.add(found[0])
+    assert len(seen) == 25
+
+
+def test_a_shift_changes_pictures_and_nothing_else() -> None:
+    samples = demonstrations(50)
+    samples["observation"]["camera"] = torch.randint(256, (50, 8, 8, 3), dtype=torch.uint8)
+    moved = BC(policy=mlp(), cfg=BCConfig(picture_shift=3))._varied(samples)
+    assert not torch.equal(moved["observation"]["camera"], samples["observation"]["camera"])
+    for key in ("state", "instruction"):
+        assert torch.equal(moved["observation"][key], samples["observation"][key])
+    with pytest.raises(ConfigError, match=r"algo\.picture_shift must not be negative, got -1"):
+        BCConfig(picture_shift=-1)
 
 
 def test_a_loaded_state_goes_on_bit_for_bit() -> None:

@@ -21,7 +21,7 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.envs import GymVecEnv, RslVecEnv, as_vec_env, gym_make_fns, make_env, mujoco_simulation
+from apexrl.envs import GymVecEnv, RslVecEnv, as_vec_env, display, gym_make_fns, make_env
 from apexrl.envs import gymnasium as adapter
 from apexrl.envs.gym_group import flat_space, users_frames
 from apexrl.envs.tasks import TASKS
@@ -362,7 +362,7 @@ def test_mujoco_draws_by_egl_only_without_a_display(
 ) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "environ", environ)
-    monkeypatch.setattr(mujoco_simulation, "_has_egl", lambda: True)
+    monkeypatch.setattr(display, "_has_egl", lambda: True)
     gym_make_fns("CartPole-v1", 1)
     assert environ.get("MUJOCO_GL") == expected
 
@@ -370,8 +370,8 @@ def test_mujoco_draws_by_egl_only_without_a_display(
 def test_mujoco_is_not_told_to_use_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     environ: dict[str, str] = {}
     monkeypatch.setattr(os, "environ", environ)
-    monkeypatch.setattr(mujoco_simulation, "_has_egl", lambda: False)
-    mujoco_simulation.draw_without_display()
+    monkeypatch.setattr(display, "_has_egl", lambda: False)
+    display.draw_without_display()
     assert environ == {}
 
 

@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from apexrl.envs import suite_group
 from apexrl.envs.suites import make_suite
 from apexrl.envs.suites.instructions import INSTRUCTIONS, MT10
 from apexrl.envs.suites.metaworld import TASK_NAMES, MetaWorldSimulator, MetaWorldSuite
@@ -177,6 +181,15 @@ def test_cameras_draw_what_the_state_says() -> None:
     again = simulator.observe()
     assert all(np.array_equal(again[group], seen[group]) for group in seen)
     simulator.close()
+
+
+def test_a_process_that_simulates_does_without_pytorch() -> None:
+    program = (
+        f"import sys; sys.path.append({str(Path(suite_group.__file__).parent)!r}); import suite_group; "
+        "suite_group._import_envs_by_parts(); import apexrl.envs.suites.metaworld; assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_names_choose_tasks() -> None:

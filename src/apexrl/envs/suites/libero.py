@@ -25,7 +25,7 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
-from apexrl.envs.mujoco_simulation import draw_without_display
+from apexrl.envs.display import draw_without_display
 from apexrl.envs.suites.base import Simulator, Split, TaskSuite
 from apexrl.envs.suites.painting import Painter
 from apexrl.errors import ConfigError, EnvError, EnvStateError, did_you_mean

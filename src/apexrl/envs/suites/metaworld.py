@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from apexrl.envs.mujoco_simulation import draw_without_display
+from apexrl.envs.display import draw_without_display
 from apexrl.envs.suites.base import Simulator, Split, TaskSuite
 from apexrl.envs.suites.instructions import INSTRUCTIONS, MT10
 from apexrl.envs.suites.painting import Painter

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apexrl.envs.mujoco_simulation import MUJOCO_HINT
+from apexrl.envs.display import MUJOCO_HINT
 from apexrl.errors import EnvError
 
 
