@@ -13,6 +13,7 @@ demonstrations nor rollouts start from these.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import tempfile
@@ -50,8 +51,9 @@ def settings(head: str, workers: int, seed: int, more: dict[str, Any]) -> list[t
     return [(name, str(value)) for name, value in values.items()]
 
 
-def held_out_env(task: SuiteConfig, device: torch.device, options: dict[str, Any]) -> SuiteVecEnv:
-    """Make what both evaluate on; to start its processes takes as long as to simulate, so it stays open."""
+def held_out_env(task: Any, device: torch.device, options: dict[str, Any]) -> SuiteVecEnv:
+    """Make what success is measured on; to start its processes takes as long as to simulate, so it stays open."""
+    assert isinstance(task, SuiteConfig)
     env = make_suite_env(task, device, options["envs"])
     assert isinstance(env.suite, MetaWorldSuite)
     env.suite.num_init_states = PER_TASK[options["presets"]]
@@ -72,23 +74,21 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     started, place = time.perf_counter(), Path(directory) / f"{head}-{demos}"
-    for part in ("bc", "rloo"):
-        (place / part).mkdir(parents=True)
     more = {"task.demos": f"{directory}/demos-{demos}", **options["overrides"]}
     base = settings(head, options["workers"], options["seed"], more)
-    name = f"{demos:2} demos, {head:10}"
+    name, weights = f"{demos:2} demos, {head:10}", place / "bc.pt"
     bc_config = load_config(f"{options['presets']}_bc", [*base, *options["bc"]])
-    assert isinstance(bc_config.task, SuiteConfig)
-    bc = make_trainer(bc_config, place / "bc")
-    bc.learn()
-    assert isinstance(bc.env, SuiteVecEnv)
-    tests = held_out_env(bc_config.task, bc.env.device, options)
-    start = held_out(tests, bc)
-    weights = bc.save_checkpoint(str(place / "bc.pt"))
-    bc.close()
-    print(f"{name} BC {100 * start.mean('success_once'):5.1f} %  {time.perf_counter() - started:4.0f} s", flush=True)
+    if not weights.exists():
+        (place / "bc").mkdir(parents=True)
+        bc = make_trainer(bc_config, place / "bc")
+        bc.learn()
+        bc.save_checkpoint(str(weights))
+        bc.close()
     config = load_config(f"{options['presets']}_rloo", [*base, *options["rloo"]])
-    rloo = make_trainer(config, place / "rloo", init_from=str(weights))
+    rloo = make_trainer(config, Path(tempfile.mkdtemp(dir=place)), init_from=str(weights))
+    tests = held_out_env(config.task, rloo.policy.device, options)
+    start = held_out(tests, rloo)
+    print(f"{name} BC {100 * start.mean('success_once'):5.1f} %  {time.perf_counter() - started:4.0f} s", flush=True)
     curve: list[dict[str, float]] = []
 
     def note(trainer: Any, stats: dict[str, float]) -> None:
@@ -108,7 +108,7 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
     while rloo.iteration < wanted and time.perf_counter() - started < options["seconds"]:
         rloo.cfg = replace(rloo.cfg, num_train_steps=rloo.iteration + 1)
         rloo.learn()
-    end = held_out(tests, rloo)
+    end = held_out(tests, rloo) if curve else start
     rloo.close()
     tests.close()
     seconds = time.perf_counter() - started
@@ -124,6 +124,7 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
         "rloo_tasks": per_task(end),
         "curve": curve,
         "config": config.to_dict(),
+        "imitation": bc_config.to_dict()["algo"],
     }
 
 
@@ -188,6 +189,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of rloo")
     parser.add_argument("--set-bc", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of bc")
     parser.add_argument("--set-both", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of both")
+    parser.add_argument("--directory", help="keep demonstrations and imitated weights here, or take them from here")
     parser.add_argument("--record", help="name of the record; empty writes none, the presets' name if not given")
     parser.add_argument("--draw", type=Path, help="show and draw into this file what was measured last")
     options = parser.parse_args()
@@ -212,13 +214,15 @@ def main() -> None:
         "rloo": [("training.num_train_steps", str(options.iterations)), *pairs["rloo"]],
     }
     heads, counts = options.heads.split(","), [int(count) for count in options.demos.split(",")]
-    with tempfile.TemporaryDirectory() as directory:
+    with contextlib.ExitStack() as stack:
+        directory = options.directory or stack.enter_context(tempfile.TemporaryDirectory())
         started = time.perf_counter()
         task = load_config(f"{options.presets}_bc", list(dict(pairs["both"]).items())).task
         assert isinstance(task, SuiteConfig)
         suite = make_suite_env(task, "cpu").suite
         for count in counts:
-            record_demos(suite, f"{directory}/demos-{count}", count, num_workers=suite.num_tasks)
+            if not Path(f"{directory}/demos-{count}").exists():
+                record_demos(suite, f"{directory}/demos-{count}", count, num_workers=suite.num_tasks)
         print(f"demonstrations recorded in {time.perf_counter() - started:.0f} s", flush=True)
         jobs = [(head, count, directory, common) for count in counts for head in heads]
         with multiprocessing.get_context("spawn").Pool(len(jobs), maxtasksperchild=1) as pool:
