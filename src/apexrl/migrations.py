@@ -34,7 +34,7 @@ def _config_4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config_5(config: dict[str, Any]) -> dict[str, Any]:
-    """BC has picture_shift; without it pictures stay where they are."""
+    """BC has picture_shift, SAC uniform_start; one that is missing takes its default."""
     return config
 
 
@@ -67,8 +67,16 @@ def _checkpoint_4(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return checkpoint
 
 
+def _checkpoint_5(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """SAC's policy knows whether it acts uniformly, which older ones never did."""
+    policy = checkpoint.get("policy")
+    if isinstance(policy, dict) and any(str(name).startswith("target_critics.") for name in policy):
+        policy.setdefault("acts_uniformly", torch.tensor(False))
+    return checkpoint
+
+
 CONFIG_MIGRATIONS: tuple[Migration, ...] = (_config_2, _config_3, _config_4, _config_5)
-CHECKPOINT_MIGRATIONS: tuple[Migration, ...] = (_checkpoint_2, _checkpoint_3, _checkpoint_4)
+CHECKPOINT_MIGRATIONS: tuple[Migration, ...] = (_checkpoint_2, _checkpoint_3, _checkpoint_4, _checkpoint_5)
 CONFIG_VERSION = 1 + len(CONFIG_MIGRATIONS)
 CHECKPOINT_FORMAT = 1 + len(CHECKPOINT_MIGRATIONS)
 

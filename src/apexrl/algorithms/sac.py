@@ -43,6 +43,8 @@ class SACConfig:
     """Gradient steps for each environment step; below 1 for many environments."""
     learning_starts: int = 1000
     """Transitions in the replay buffer before the first gradient step."""
+    uniform_start: bool = True
+    """Draw actions uniformly within their bounds until then; false lets the policy act as it begins."""
     replay_capacity: int = 1_000_000
     """Transitions that are kept; the oldest make room."""
     replay_device: Literal["auto", "cpu"] = "auto"
@@ -203,6 +205,7 @@ class SAC(BaseAlgorithm):
         self._due = 0.0
         """Gradient steps that the environment steps so far have earned and that were not taken yet."""
         self._num_updates = 0
+        policy.acts_uniformly.fill_(cfg.uniform_start and cfg.learning_starts > 0)
 
     def _empty_replay(self) -> ReplayBuffer:
         return ReplayBuffer(
@@ -239,6 +242,7 @@ class SAC(BaseAlgorithm):
         # Noticed now, not when it happens to be drawn: the report can still name what is not finite.
         progress.nonfinite.copy_(distributed.anywhere(_is_nonfinite(rollout)))
         if len(self.replay) >= max(self.cfg.learning_starts, 1):
+            self.policy.acts_uniformly.fill_(False)
             self._due += self.cfg.utd_ratio * rollout.numel() * distributed.world_size()
             self.policy.train()
             while self._due >= 1.0:

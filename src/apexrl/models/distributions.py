@@ -89,6 +89,13 @@ class SquashedGaussian:
         """Draw with gradients through mean and standard deviation."""
         return self._squash(self.base.sample())
 
+    def sample_or_uniform(self, uniformly: Tensor) -> Tensor:
+        """Draw, or where ``uniformly`` draw any action within the bounds alike, from the same random numbers."""
+        u = self.base.sample()
+        # The standard normal z is below itself with probability (1 + erf(z / √2)) / 2, which is uniform in [0, 1].
+        unit = torch.erf((u - self.base.mean) / (math.sqrt(2.0) * self.base.std))
+        return torch.where(uniformly, self.centre + self.scale * unit, self._squash(u))
+
     def sample_with_log_prob(self) -> tuple[Tensor, Tensor]:
         """Draw with gradients, and return the log-probability of the draw without inverting the squashing."""
         u = self.base.sample()

@@ -33,6 +33,8 @@ class SACPolicy(Policy):
 
     centre: Tensor
     scale: Tensor
+    acts_uniformly: Tensor
+    """Bool ``[]``: actions that are not deterministic ignore the observation; ``SAC`` sets it until it learns."""
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class SACPolicy(Policy):
         low, high = (torch.as_tensor(x, dtype=torch.float32).flatten() for x in (action_space.low, action_space.high))
         self.register_buffer("centre", 0.5 * (high + low))
         self.register_buffer("scale", 0.5 * (high - low))
+        self.register_buffer("acts_uniformly", torch.zeros((), dtype=torch.bool))
 
     def distribution(self, obs: Observation) -> SquashedGaussian:
         """Return the action distribution for observations ``[..., *shape]``."""
@@ -79,9 +82,9 @@ class SACPolicy(Policy):
         return self.unit_action(action), log_prob + self.scale.log().sum()
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
-        """Act with the actor alone."""
+        """Act with the actor alone, or without it while ``acts_uniformly``."""
         distribution = self.distribution(carry[OBSERVATION])
-        return {ACTION: distribution.mode if deterministic else distribution.sample()}
+        return {ACTION: distribution.mode if deterministic else distribution.sample_or_uniform(self.acts_uniformly)}
 
     def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
         """Return action, log-probability, and the smallest of the critics' values of that action."""
