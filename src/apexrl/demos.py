@@ -1,4 +1,4 @@
-"""Demonstrations in the HDF5 layout of robomimic and LIBERO: scripted experts recorded, files read.
+"""Demonstrations in the HDF5 layout of robomimic and LIBERO: experts recorded, scripted or learned, and files read.
 
 One file a task, ``<task>_demo.hdf5``::
 
@@ -18,12 +18,12 @@ import json
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import gymnasium as gym
 import numpy as np
@@ -45,8 +45,13 @@ TASK_ID, DEMO_ID = "task_id", "demo_id"
 SUFFIX = "_demo.hdf5"
 LIBERO_STATE = ("ee_pos", "ee_ori", "gripper_states")
 """What LIBERO's files hold of our group ``state``, in this order."""
+NO_PLAN = np.zeros((0, 0), np.float32)
 LIBERO_PICTURE = "{}_rgb"
 """What LIBERO's files call the pictures of a camera; they stand upside down."""
+
+
+Plans: TypeAlias = Sequence[Mapping[int, NDArray[np.float32]]]
+"""For each task, by the number of the training state, actions ``[n, A]`` that lead to the goal."""
 
 
 class Recorded(NamedTuple):
@@ -73,19 +78,22 @@ def record_demos(
     *,
     num_workers: int = 0,
     start: int = 0,
+    plans: Plans | None = None,
     on_progress: Callable[[str, Recorded], None] | None = None,
 ) -> dict[str, Recorded]:
-    """Record the suite's scripted experts from its training states, one file a task.
+    """Record experts from the training states of a suite, one file a task.
 
     States from which an expert fails are skipped and counted, and the next one is taken. A file that is there is
     replaced whole, once the new one is complete.
 
     Args:
-        suite: with scripted experts.
+        suite: with scripted experts, unless there are plans.
         path: directory of the files; made when it is not there.
         per_task: demonstrations of each task.
         num_workers: processes that each record a task; 0 records here, or in one process when the suite draws.
         start: number of the initial state to begin with.
+        plans: actions to take instead of asking the scripted experts; ``SuiteRunner.plans`` makes them of a policy.
+            Its own observations do not matter: what is recorded is what this suite shows.
         on_progress: called with a task's name and what was recorded, as each is done.
 
     Returns:
@@ -110,14 +118,19 @@ def record_demos(
 
     if num_workers == 0 and not suite.renders:
         for task_id in range(suite.num_tasks):
-            done(task_id, _record_task(suite, task_id, directory, per_task, start))
+            done(
+                task_id,
+                _record_task(suite, task_id, directory, per_task, start, None if plans is None else plans[task_id]),
+            )
     else:
         context = multiprocessing.get_context("spawn")
         count = min(max(1, num_workers), suite.num_tasks)
         # Where it draws, a new process for every task: a graphics context dies with its process.
         with ProcessPoolExecutor(count, context, max_tasks_per_child=1 if suite.renders else None) as pool:
             tasks = {
-                pool.submit(_record_task, suite, task_id, directory, per_task, start): task_id
+                pool.submit(
+                    _record_task, suite, task_id, directory, per_task, start, None if plans is None else plans[task_id]
+                ): task_id
                 for task_id in range(suite.num_tasks)
             }
             try:
@@ -132,15 +145,22 @@ def record_demos(
     return {name: results[name] for name in suite.task_names}
 
 
-def _record_task(suite: TaskSuite, task_id: int, directory: Path, per_task: int, start: int) -> Recorded:
+def _record_task(
+    suite: TaskSuite,
+    task_id: int,
+    directory: Path,
+    per_task: int,
+    start: int,
+    plans: Mapping[int, NDArray[np.float32]] | None,
+) -> Recorded:
     """Record one task into its file."""
     name = suite.task_names[task_id]
     demos: list[_Demo] = []
     failures = 0
     simulator = suite.make_simulator(task_id)
     try:
-        for init_state in suite.init_states(task_id, "train")[start:]:
-            demo = _run_expert(suite, simulator, init_state)
+        for number, init_state in enumerate(suite.init_states(task_id, "train")[start:], start):
+            demo = _run_expert(suite, simulator, init_state, None if plans is None else plans.get(number, NO_PLAN))
             if demo is None:
                 failures += 1
             else:
@@ -151,6 +171,11 @@ def _record_task(suite: TaskSuite, task_id: int, directory: Path, per_task: int,
         raise EnvError(f"'{suite.name}' has no scripted experts; use demonstrations recorded elsewhere.") from error
     finally:
         simulator.close()
+    if not demos and plans is not None:
+        raise EnvError(
+            f"The policy reached the goal of '{name}' from none of {failures} training states (beginning with number "
+            f"{start}); leave the task out (--tasks), or train the policy longer."
+        )
     if not demos:
         raise EnvError(
             f"The expert of '{name}' reached its goal from none of {failures} training states (beginning with number "
@@ -162,17 +187,20 @@ def _record_task(suite: TaskSuite, task_id: int, directory: Path, per_task: int,
     return Recorded(target, len(demos), failures, sum(len(demo.actions) for demo in demos))
 
 
-def _run_expert(suite: TaskSuite, simulator: Simulator, init_state: NDArray[np.float64]) -> _Demo | None:
-    """Let the expert act from a state; returns None when it does not reach the goal within the horizon."""
+def _run_expert(
+    suite: TaskSuite, simulator: Simulator, init_state: NDArray[np.float64], plan: NDArray[np.float32] | None
+) -> _Demo | None:
+    """Let the expert act from a state, or follow a plan; returns None when the goal is not reached in time."""
     simulator.restore(init_state)
     seen: list[dict[str, NDArray[Any]]] = []
     actions: list[NDArray[np.float32]] = []
     states: list[NDArray[np.float64]] = []
     low, high = suite.action_space.low, suite.action_space.high
-    for _ in range(suite.horizon):
+    for step in range(suite.horizon if plan is None else len(plan)):
         seen.append({name: np.array(value) for name, value in simulator.observe().items()})
         states.append(np.array(simulator.state()))
-        actions.append(np.clip(simulator.expert_action(), low, high).astype(np.float32))
+        action = simulator.expert_action() if plan is None else plan[step]
+        actions.append(np.clip(action, low, high).astype(np.float32))
         if simulator.advance(actions[-1]):
             obs = {name: np.stack([step[name] for step in seen]) for name in seen[0]}
             return _Demo(np.array(init_state), obs, np.stack(actions), np.stack(states))

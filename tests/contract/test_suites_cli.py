@@ -128,6 +128,22 @@ def test_demos_begins_with_the_state_and_keeps_the_horizon_that_are_asked_for(tm
         assert json.loads(file["data"].attrs["env_args"])["env_kwargs"]["horizon"] == 120
 
 
+def test_demos_shows_others_what_a_policy_did(bc: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["demos", f"metaworld:{TASKS[0]}", "--policy", str(bc), "--per-task", "2", "--num-workers", "2"]
+    assert main([*arguments, "--proprioception", "--output", str(tmp_path)]) == 0
+    assert "2 demonstrations" in capsys.readouterr().out
+    suite = MetaWorldSuite("one", (TASKS[0],))
+    simulator, starts = suite.make_simulator(0), suite.init_states(0)
+    with h5py.File(tmp_path / f"{TASKS[0]}_demo.hdf5") as file:
+        for demo in file["data"].values():
+            # The policy saw 39 numbers; of these the hand and its opening are recorded.
+            assert demo["obs/state"].shape == (demo.attrs["num_samples"], 4)
+            assert any((demo.attrs["init_state"] == state).all() for state in starts)
+            simulator.restore(demo.attrs["init_state"][:])
+            solved = [simulator.advance(action) for action in demo["actions"][:]]
+            assert solved == [False] * (len(solved) - 1) + [True]
+
+
 def test_demos_says_when_the_states_ran_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -307,6 +323,8 @@ OF_SUITE = "task: {benchmark_name: mt10}\nalgo: {name: ppo}\n"
         (["demos", "mt10", "--start", "-1"], ["--start", "'-1'"]),
         (["demos", "mt10", "--horizon", "0"], ["--horizon", "'0'"]),
         ([*EXPERT, "--horizon", "3"], [TASKS[0], "from none of 50", "3; --horizon", "--start", "--tasks"]),
+        ([*EXPERT, "--policy", "nowhere"], ["nowhere", "no checkpoint"]),
+        ([*EXPERT, "--policy", "RUN", "--horizon", "3"], ["The policy", TASKS[0], "from none of 50", "--tasks"]),
         (["check-env", "mt10"], ["'mt10' is a suite", "--task.benchmark_name mt10", "apexrl demos mt10"]),
         (["check-env", "metaworld:reach-v3"], ["is a suite", "--task.benchmark_name metaworld:reach-v3"]),
         (["demos", "mt10", "--per-task", "0"], ["--per-task", "'0'"]),

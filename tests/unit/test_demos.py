@@ -106,6 +106,25 @@ def test_workers_record_the_same(tmp_path: Path) -> None:
     assert (here == there).all()
 
 
+def test_plans_are_followed_instead_of_the_expert(tmp_path: Path) -> None:
+    suite = NoExpertSuite(num_tasks=2, num_states=4)
+
+    def straight(task: int, number: int) -> NDArray[np.float32]:
+        steps = 10.0 * (np.array(GOALS[task]) - suite.init_states(task)[number][:2])
+        return np.tile(steps / 16.0, (20, 1)).astype(np.float32)  # there after 16 of 20 steps, and near it before
+
+    plans = [{1: straight(0, 1), 3: straight(0, 3)}, {0: straight(1, 0)[:5], 2: straight(1, 2)}]
+    recorded = record_demos(suite, tmp_path, 4, plans=plans)
+    assert [(r.num_demos, r.num_failures) for r in recorded.values()] == [(2, 2), (1, 3)]
+    with h5py.File(tmp_path / "right_demo.hdf5") as file:
+        for demo, number in ((file["data/demo_0"], 1), (file["data/demo_1"], 3)):
+            np.testing.assert_array_equal(demo.attrs["init_state"], suite.init_states(0)[number])
+            np.testing.assert_array_equal(demo["actions"], plans[0][number][: demo.attrs["num_samples"]])
+            assert demo.attrs["num_samples"] <= 16
+    with pytest.raises(EnvError, match="The policy reached the goal of 'right' from none of 4 training states"):
+        record_demos(suite, tmp_path, 4, plans=[{}, {}])
+
+
 @pytest.mark.parametrize(
     ("make", "options", "error", "message"),
     [

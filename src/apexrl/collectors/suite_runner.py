@@ -18,7 +18,7 @@ from apexrl.evaluation_result import EvaluationResult, without_lost
 from apexrl.metrics import EpisodeMetrics, fold_episodes
 from apexrl.policies.base import Policy
 from apexrl.rollout import LOG, initial_state, left_alone, make_actor, rollout
-from apexrl.types import GROUP, METRIC, NEXT_OBSERVATION, OBSERVATION, VALID, Carry
+from apexrl.types import ACTION, GROUP, METRIC, NEXT_OBSERVATION, OBSERVATION, VALID, Carry
 
 SUCCESS, CONTROL_STEPS, EPISODE_ID, LOST = "success", "control_steps", "episode_id", "lost"
 """Metrics of a ``SuiteVecEnv``."""
@@ -167,6 +167,33 @@ class SuiteRunner:
         ended, *values = torch.stack([finished.ended.double(), *finished.value.values()])[:, 0].cpu().numpy()
         columns = {name: value[ended > 0] for name, value in zip(finished.value, values, strict=True)}
         return without_lost(columns, self.suite.task_names, num_never_begun=int((ended == 0).sum()))
+
+    def plans(self, start: int = 0, *, seed: int = 0) -> list[dict[int, NDArray[np.float32]]]:
+        """Let the policy act as well as it can from the training states, and keep what led to the goal.
+
+        Args:
+            start: number of the init state to begin with.
+            seed: of what a policy draws even so.
+
+        Returns:
+            For each task, by the number of the init state, the actions ``[n, A]`` up to the goal, for ``record_demos``.
+        """
+        states = [self.suite.init_states(task_id, "train") for task_id in range(self.suite.num_tasks)]
+        numbers = [(task_id, number) for task_id, known in enumerate(states) for number in range(start, len(known))]
+        episodes = [InitState(task_id, states[task_id][number]) for task_id, number in numbers]
+        found: list[dict[int, NDArray[np.float32]]] = [{} for _ in states]
+        if not episodes:
+            return found
+        with left_alone(self.policy, seed):
+            batch = self.run_episodes(episodes, keep=(ACTION,), deterministic=True)
+        chunks = batch[ACTION].float().unflatten(-1, (self.env.chunk, -1)).cpu().numpy()
+        taken = batch[METRIC, CONTROL_STEPS].squeeze(-1).long().cpu().numpy()
+        for column in successful_episodes(batch).nonzero().flatten().tolist():
+            task_id, number = numbers[column]
+            found[task_id][number] = np.concatenate(
+                [chunk[:count] for chunk, count in zip(chunks[:, column], taken[:, column], strict=True)]
+            )
+        return found
 
 
 def pack_episodes(steps: TensorDict, num_episodes: int) -> TensorDict:

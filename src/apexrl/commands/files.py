@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from apexrl.commands.common import AddCommand, Overrides, not_negative, positive, progress, warn
 from apexrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from apexrl.demos import Plans
+    from apexrl.envs.suites.base import TaskSuite
 
 _DEMO_OPTIONS = {"task.benchmark_name": "SUITE", "task.task_names_to_use": "--tasks", "task.cameras": "--cameras"}
 """What ``apexrl demos`` has in the place of fields that messages about suites name."""
@@ -27,8 +33,11 @@ def register(command: AddCommand) -> None:
     plot.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     plot.add_argument("--output", type=Path, metavar="FILE.png", help="default curve.png in the first run directory")
 
-    demos = command("demos", "Record demonstrations of a suite's scripted experts.", _demos)
+    demos = command("demos", "Record demonstrations of a suite's scripted experts, or of a trained policy.", _demos)
     demos.add_argument("suite", metavar="SUITE", help="mt10, mt50, metaworld:TASK or metaworld:MT10")
+    demos.add_argument(
+        "--policy", type=Path, metavar="RUN_DIR|CHECKPOINT", help="record this policy instead of the scripted experts"
+    )
     demos.add_argument("--per-task", type=positive, default=10, metavar="K", help="default 10")
     demos.add_argument("--start", type=not_negative, default=0, metavar="K", help="first training state, default 0")
     demos.add_argument("--horizon", type=positive, metavar="N", help="control steps of an episode; default the suite's")
@@ -109,6 +118,8 @@ def _demos(options: argparse.Namespace, _: Overrides) -> int:
             f"--per-task {options.per_task} from --start {options.start} on needs {options.start + options.per_task} "
             f"training states, but a task of '{options.suite}' has {available}; lower one of them."
         )
+    num_workers = options.num_workers or num_cores()
+    plans = _plans(options, suite, num_workers)
     output = options.output or Path("demos") / options.suite.replace(":", "_").lower()
     with progress("Recording", suite.num_tasks) as tell:
         done = 0
@@ -118,9 +129,14 @@ def _demos(options: argparse.Namespace, _: Overrides) -> int:
             done += 1
             tell(done)
 
-        workers = min(options.num_workers or num_cores(), suite.num_tasks)
         recorded = record_demos(
-            suite, output, options.per_task, num_workers=workers, start=options.start, on_progress=note
+            suite,
+            output,
+            options.per_task,
+            num_workers=min(num_workers, suite.num_tasks),
+            start=options.start,
+            plans=plans,
+            on_progress=note,
         )
     for name, task in recorded.items():
         failed = f", {task.num_failures} attempts failed" if task.num_failures else ""
@@ -128,3 +144,29 @@ def _demos(options: argparse.Namespace, _: Overrides) -> int:
         print(f"  {name:28} {task.num_demos} demonstrations, {task.num_steps} steps{failed}{fewer}")
     print(f"Demonstrations: {output}")
     return 0
+
+
+def _plans(options: argparse.Namespace, suite: TaskSuite, num_workers: int) -> Plans | None:
+    """Let the trained policy act on the tasks of a suite, which may show others what the policy does not see."""
+    if options.policy is None:
+        return None
+    from apexrl.collectors import SuiteRunner
+    from apexrl.run import load_trained
+    from apexrl.sections import SuiteConfig
+    from apexrl.suite_run import make_suite_env
+
+    trained = load_trained(options.policy)
+    task = trained.config.task
+    if not isinstance(task, SuiteConfig):
+        raise ConfigError(f"--policy {options.policy} was trained on '{task.id}', which is no suite of tasks.")
+    task = replace(
+        task,
+        benchmark_name=suite.name,
+        task_names_to_use=tuple(suite.task_names),
+        num_workers=min(num_workers, task.num_parallel_envs),
+        max_episode_length=options.horizon or task.max_episode_length,
+    )
+    print(f"Letting the policy act on {suite.num_tasks} tasks ...")
+    env = make_suite_env(task, trained.device)
+    with contextlib.closing(env):
+        return SuiteRunner(env, trained.policy).plans(options.start)

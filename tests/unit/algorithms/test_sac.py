@@ -9,6 +9,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from tensordict import TensorDict
 from tests.learning.tasks import DictTask
@@ -185,6 +186,30 @@ def test_learning_waits_for_its_steps_and_does_not_make_up_for_them() -> None:
     assert torch.equal(weights(algorithm), before)
     assert run(algorithm, collector)["critic_loss"].isfinite()
     assert algorithm.state_dict()["num_updates"] == 8
+
+
+def test_actions_are_uniform_until_learning_starts() -> None:
+    algorithm, collector = setup(learning_starts=2 * 4 * 200, replay_capacity=10_000, utd_ratio=1e-9)
+    head: Any = algorithm.policy.actor.action_head
+    with torch.no_grad():  # an actor that would push to one side, hardly varied
+        head.head.bias.copy_(torch.tensor([1.5, -5.0]))
+    chosen = []
+    for _ in range(400):
+        batch = collector.collect(4)
+        chosen.append(batch["action"].flatten())
+        algorithm.update(batch)
+    first, then = torch.cat(chosen[:200]) / 2.0, torch.cat(chosen[200:]) / 2.0  # the pendulum's bound is 2
+    assert scipy.stats.kstest(first.numpy(), "uniform", (-1.0, 2.0)).pvalue > 0.01
+    assert then.min() > 0.5
+    assert algorithm.policy.act({"observation": torch.zeros(1, 3)}, deterministic=True)["action"].item() > 1.0
+
+
+def test_the_policy_acts_from_the_start_when_asked_or_when_learning_starts_at_once() -> None:
+    for options in ({"uniform_start": False, "learning_starts": 100}, {"learning_starts": 0}):
+        algorithm, _ = setup(**options)
+        assert not algorithm.policy.acts_uniformly
+    algorithm, _ = setup(learning_starts=100)
+    assert algorithm.policy.acts_uniformly
 
 
 def test_the_actor_waits_for_its_interval() -> None:
@@ -434,6 +459,7 @@ def test_errors_become_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
         {"batch_size": 16},
         {"utd_ratio": 0.5},
         {"learning_starts": 9},
+        {"uniform_start": False},
         {"gamma": 0.5},
         {"tau": 0.5},
         {"n_step": 2},

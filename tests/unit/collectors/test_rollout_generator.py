@@ -401,6 +401,18 @@ def test_impossible_settings_are_named(options: dict[str, Any], text: str) -> No
         generator(SOMETIMES, **options)
 
 
+def test_plans_are_what_led_to_the_goal_from_each_training_state() -> None:
+    policy = PointPolicy(1.0, 0.0)  # goes right always, left never
+    env = SuiteVecEnv(PointSuite(num_states=5), 3, chunk=CHUNK, num_workers=0)
+    plans = SuiteRunner(env, policy).plans(1)
+    assert [sorted(found) for found in plans] == [[1, 2, 3, 4], []]
+    simulator = env.suite.make_simulator(0)
+    for number, actions in plans[0].items():
+        simulator.restore(env.suite.init_states(0)[number])
+        assert [simulator.advance(action) for action in actions] == [False] * (len(actions) - 1) + [True]
+    assert SuiteRunner(env, policy).plans(5) == [{}, {}]
+
+
 class DyingSimulator(PointSimulator):
     """Takes its process with it at the third step of an episode, once for each time that ``order`` was made."""
 

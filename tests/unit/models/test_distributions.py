@@ -48,6 +48,23 @@ def test_squashed_gaussian_stays_inside_its_bounds_and_finite_at_them() -> None:
     assert wide.entropy().isfinite().all()
 
 
+def test_squashed_or_uniform_draws_come_from_the_same_numbers() -> None:
+    mean, low, high = torch.tensor([[3.0, -0.5]]).expand(20_000, 2), torch.tensor([-1.0, 2.0]), torch.tensor([1.0, 6.0])
+    distribution = SquashedGaussian(mean, torch.tensor([-1.0, 0.5]), low, high)
+    torch.manual_seed(0)
+    sampled = distribution.sample()
+    torch.manual_seed(0)
+    assert torch.equal(distribution.sample_or_uniform(torch.tensor(False)), sampled)
+    torch.manual_seed(0)
+    uniform = distribution.sample_or_uniform(torch.tensor(True))
+    torch.testing.assert_close(uniform.mean(0), torch.tensor([0.0, 4.0]), atol=0.03, rtol=0.0)
+    torch.testing.assert_close(uniform.var(0), torch.tensor([4.0, 16.0]) / 12.0, atol=0.03, rtol=0.0)
+    # Both rise with the random number behind them.
+    for column in range(2):
+        order = uniform[:, column].argsort()
+        assert (sampled[order, column].diff() >= -1e-5).all()
+
+
 def test_squashed_entropy_estimates_the_integral() -> None:
     torch.manual_seed(0)
     low, high = torch.tensor([-2.0]), torch.tensor([2.0])
