@@ -26,12 +26,13 @@ from typing import Any
 import report
 import torch
 
+from apexrl.collectors import SuiteRunner
 from apexrl.config import load_config
 from apexrl.demos import record_demos
 from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.envs.suites.metaworld import MetaWorldSuite
 from apexrl.evaluation import EvaluationResult, evaluate
-from apexrl.run import make_trainer
+from apexrl.run import load_trained, make_trainer
 from apexrl.sections import SuiteConfig
 from apexrl.suite_run import make_suite_env
 
@@ -109,6 +110,7 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
         rloo.cfg = replace(rloo.cfg, num_train_steps=rloo.iteration + 1)
         rloo.learn()
     end = held_out(tests, rloo) if curve else start
+    rloo.save_checkpoint(str(place / "rloo.pt"))
     rloo.close()
     tests.close()
     seconds = time.perf_counter() - started
@@ -126,6 +128,20 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
         "config": config.to_dict(),
         "imitation": bc_config.to_dict()["algo"],
     }
+
+
+def demonstrate(suite: MetaWorldSuite, directory: Path, count: int, teacher: Path | None) -> None:
+    """Record the scripted experts, or a policy that this benchmark trained before, perhaps from states."""
+    plans = None
+    if teacher is not None:
+        trained = load_trained(teacher)
+        assert isinstance(trained.config.task, SuiteConfig)
+        with contextlib.closing(make_suite_env(trained.config.task, trained.device)) as env:
+            assert isinstance(env.suite, MetaWorldSuite)
+            # Some more than are wanted, for it may fail from some.
+            env.suite.num_init_states = suite.num_init_states = max(suite.num_init_states, 5 * count // 4)
+            plans = SuiteRunner(env, trained.policy).plans()
+    record_demos(suite, directory, count, num_workers=suite.num_tasks, plans=plans)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -189,7 +205,8 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of rloo")
     parser.add_argument("--set-bc", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of bc")
     parser.add_argument("--set-both", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of both")
-    parser.add_argument("--directory", help="keep demonstrations and imitated weights here, or take them from here")
+    parser.add_argument("--directory", help="keep demonstrations and weights here; imitation is taken from here")
+    parser.add_argument("--teacher", type=Path, help="weights of another run (rloo.pt) that demonstrates")
     parser.add_argument("--record", help="name of the record; empty writes none, the presets' name if not given")
     parser.add_argument("--draw", type=Path, help="show and draw into this file what was measured last")
     options = parser.parse_args()
@@ -220,9 +237,10 @@ def main() -> None:
         task = load_config(f"{options.presets}_bc", list(dict(pairs["both"]).items())).task
         assert isinstance(task, SuiteConfig)
         suite = make_suite_env(task, "cpu").suite
+        assert isinstance(suite, MetaWorldSuite)
         for count in counts:
             if not Path(f"{directory}/demos-{count}").exists():
-                record_demos(suite, f"{directory}/demos-{count}", count, num_workers=suite.num_tasks)
+                demonstrate(suite, Path(f"{directory}/demos-{count}"), count, options.teacher)
         print(f"demonstrations recorded in {time.perf_counter() - started:.0f} s", flush=True)
         jobs = [(head, count, directory, common) for count in counts for head in heads]
         with multiprocessing.get_context("spawn").Pool(len(jobs), maxtasksperchild=1) as pool:
