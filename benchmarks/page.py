@@ -22,6 +22,7 @@ Figures that are against us stand here like the others. Where there are several 
 brackets, the lowest and the highest."""
 COMMANDS = {
     "camera": "python benchmarks/mt10.py --presets camera",
+    "mt10_pictures": "python benchmarks/mt10.py",
     "ppo_gpu": "python benchmarks/ppo_gpu.py --iters 40",
     "ppo_mujoco": "python benchmarks/ppo_cpu.py --only-mujoco",
     "ppo_learning": "python benchmarks/ppo_learning.py --seeds 0,1,2,3,4,5,6,7,8,9 --jobs 2",
@@ -36,7 +37,6 @@ PICTURES = {"ppo_modes": "modes", "profile_iteration": "profile"}
 """Of records whose picture has another name."""
 NOTES = {
     "ppo_cpu": "Ratios are to Stable-Baselines3 on the same task; with 64 environments to the environment alone.",
-    "ppo_mujoco": "The ratio is to the environment alone.",
     "ppo_gpu": "Seconds are those of an iteration; parity is the largest difference of a weight to eager after 10.",
     "profile_iteration": "Seconds of one iteration.",
     "ript_one_task": "The columns bc, final and final sampled count successes among the episodes.",
@@ -146,6 +146,7 @@ def losses(record: Row) -> list[Rows]:
 FORMATS: dict[str, Callable[[Row], list[Rows]]] = {
     "camera": by_task,
     "mt10": by_task,
+    "mt10_pictures": by_task,
     "scaling": measured,
     "torture": losses,
 }
