@@ -2,6 +2,8 @@
 
     python benchmarks/mt10.py [--demos 1,10] [--heads likelihood,flow] [--iterations 40] [--workers 4] [--seed 0]
     python benchmarks/mt10.py --presets camera --demos 2 --heads likelihood
+    python benchmarks/mt10.py --directory DIR ...               keeps demonstrations and weights there
+    python benchmarks/mt10.py --teacher DIR/flow-10/rloo.pt ... lets weights kept there demonstrate
     python benchmarks/mt10.py --draw docs/images/mt10.png       shows and draws what was measured last
 
 Every combination is a process of its own, all at once: presets ``mt10_bc``, then ``mt10_rloo`` from its weights; with

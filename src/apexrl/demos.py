@@ -45,13 +45,14 @@ TASK_ID, DEMO_ID = "task_id", "demo_id"
 SUFFIX = "_demo.hdf5"
 LIBERO_STATE = ("ee_pos", "ee_ori", "gripper_states")
 """What LIBERO's files hold of our group ``state``, in this order."""
-NO_PLAN = np.zeros((0, 0), np.float32)
 LIBERO_PICTURE = "{}_rgb"
 """What LIBERO's files call the pictures of a camera; they stand upside down."""
 
 
 Plans: TypeAlias = Sequence[Mapping[int, NDArray[np.float32]]]
 """For each task, by the number of the training state, actions ``[n, A]`` that lead to the goal."""
+NO_PLAN = np.zeros((0, 0), np.float32)
+"""Of a state from which the goal was not reached."""
 
 
 class Recorded(NamedTuple):
