@@ -28,7 +28,7 @@ from typing import Any
 import report
 import torch
 
-from apexrl.collectors import SuiteRunner
+from apexrl.agent import checkpoint
 from apexrl.config import load_config
 from apexrl.demos import record_demos
 from apexrl.envs.suite_env import SuiteVecEnv
@@ -80,10 +80,9 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
     more = {"task.demos": f"{directory}/demos-{demos}", **options["overrides"]}
     base = settings(head, options["workers"], options["seed"], more)
     name, weights = f"{demos:2} demos, {head:10}", place / "bc.pt"
-    bc_config = load_config(f"{options['presets']}_bc", [*base, *options["bc"]])
     if not weights.exists():
-        (place / "bc").mkdir(parents=True)
-        bc = make_trainer(bc_config, place / "bc")
+        (place / "bc").mkdir(parents=True, exist_ok=True)
+        bc = make_trainer(load_config(f"{options['presets']}_bc", [*base, *options["bc"]]), place / "bc")
         bc.learn()
         bc.save_checkpoint(str(weights))
         bc.close()
@@ -128,7 +127,7 @@ def run(head: str, demos: int, directory: str, options: dict[str, Any]) -> dict[
         "rloo_tasks": per_task(end),
         "curve": curve,
         "config": config.to_dict(),
-        "imitation": bc_config.to_dict()["algo"],
+        "imitation": checkpoint.load(weights)["config"]["algo"],
     }
 
 
@@ -138,11 +137,9 @@ def demonstrate(suite: MetaWorldSuite, directory: Path, count: int, teacher: Pat
     if teacher is not None:
         trained = load_trained(teacher)
         assert isinstance(trained.config.task, SuiteConfig)
-        with contextlib.closing(make_suite_env(trained.config.task, trained.device)) as env:
-            assert isinstance(env.suite, MetaWorldSuite)
-            # Some more than are wanted, for it may fail from some.
-            env.suite.num_init_states = suite.num_init_states = max(suite.num_init_states, 5 * count // 4)
-            plans = SuiteRunner(env, trained.policy).plans()
+        suite.horizon = trained.config.task.max_episode_length or suite.horizon
+        suite.num_init_states = max(suite.num_init_states, 5 * count // 4)  # for it may fail from some
+        plans = trained.plans(suite, count, num_workers=suite.num_tasks)
     record_demos(suite, directory, count, num_workers=suite.num_tasks, plans=plans)
 
 
@@ -207,7 +204,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of rloo")
     parser.add_argument("--set-bc", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of bc")
     parser.add_argument("--set-both", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of both")
-    parser.add_argument("--directory", help="keep demonstrations and weights here; imitation is taken from here")
+    parser.add_argument("--directory", type=Path, help="keeps demonstrations and weights, for later runs too")
     parser.add_argument("--teacher", type=Path, help="weights of another run (rloo.pt) that demonstrates")
     parser.add_argument("--record", help="name of the record; empty writes none, the presets' name if not given")
     parser.add_argument("--draw", type=Path, help="show and draw into this file what was measured last")
@@ -234,7 +231,9 @@ def main() -> None:
     }
     heads, counts = options.heads.split(","), [int(count) for count in options.demos.split(",")]
     with contextlib.ExitStack() as stack:
-        directory = options.directory or stack.enter_context(tempfile.TemporaryDirectory())
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        if options.directory:
+            directory = str(options.directory.resolve())
         started = time.perf_counter()
         task = load_config(f"{options.presets}_bc", list(dict(pairs["both"]).items())).task
         assert isinstance(task, SuiteConfig)

@@ -82,9 +82,9 @@ def learner(work: Work, *, compile_it: bool, **env_options: Any) -> Iterator[Cal
             algorithm.update(collector.collect(work.num_steps))
         return iterations * work.num_steps * work.num_envs / (time.perf_counter() - started)
 
-    speed(3 * work.num_steps * work.num_envs)
-    yield speed
-    env.close()
+    with contextlib.closing(env):
+        speed(3 * work.num_steps * work.num_envs)
+        yield speed
 
 
 def ours(work: Work, total: int, *, compile_it: bool, **env_options: Any) -> float:

@@ -93,8 +93,8 @@ def record_demos(
         per_task: demonstrations of each task.
         num_workers: processes that each record a task; 0 records here, or in one process when the suite draws.
         start: number of the initial state to begin with.
-        plans: actions to take instead of asking the scripted experts; ``SuiteRunner.plans`` makes them of a policy.
-            Its own observations do not matter: what is recorded is what this suite shows.
+        plans: actions to take instead of asking the scripted experts, such as ``TrainedPolicy.plans``; whoever made
+            them may have seen something else than this suite shows and is recorded.
         on_progress: called with a task's name and what was recorded, as each is done.
 
     Returns:
@@ -108,6 +108,8 @@ def record_demos(
         raise ConfigError(f"per_task must be at least 1, got {per_task}.")
     if num_workers < 0 or start < 0:
         raise ConfigError(f"num_workers and start must not be negative, got {num_workers} and {start}.")
+    if plans is not None:
+        _check_plans(suite, plans)
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     results: dict[str, Recorded] = {}
@@ -146,6 +148,22 @@ def record_demos(
     return {name: results[name] for name in suite.task_names}
 
 
+def _check_plans(suite: TaskSuite, plans: Plans) -> None:
+    """Raise before a file is replaced."""
+    shapes = {plan.shape[1:] for of_task in plans for plan in of_task.values()}
+    if len(plans) != suite.num_tasks or shapes - {suite.action_space.shape}:
+        raise ConfigError(
+            f"record_demos needs plans for {suite.num_tasks} tasks with actions {suite.action_space.shape}, got "
+            f"{len(plans)} with {sorted(shapes)}."
+        )
+    if empty := [name for name, of_task in zip(suite.task_names, plans, strict=True) if not of_task]:
+        raise EnvError(
+            f"The policy reached the goal of {', '.join(empty)} from none of the training states it began with; leave "
+            f"the task out (--tasks), give it more time ({suite.horizon} control steps; --horizon), begin with an "
+            "earlier state (--start), or train it longer."
+        )
+
+
 def _record_task(
     suite: TaskSuite,
     task_id: int,
@@ -161,7 +179,7 @@ def _record_task(
     simulator = suite.make_simulator(task_id)
     try:
         for number, init_state in enumerate(suite.init_states(task_id, "train")[start:], start):
-            demo = _run_expert(suite, simulator, init_state, None if plans is None else plans.get(number, NO_PLAN))
+            demo = _demonstrate(suite, simulator, init_state, None if plans is None else plans.get(number, NO_PLAN))
             if demo is None:
                 failures += 1
             else:
@@ -172,11 +190,6 @@ def _record_task(
         raise EnvError(f"'{suite.name}' has no scripted experts; use demonstrations recorded elsewhere.") from error
     finally:
         simulator.close()
-    if not demos and plans is not None:
-        raise EnvError(
-            f"The policy reached the goal of '{name}' from none of {failures} training states (beginning with number "
-            f"{start}); leave the task out (--tasks), or train the policy longer."
-        )
     if not demos:
         raise EnvError(
             f"The expert of '{name}' reached its goal from none of {failures} training states (beginning with number "
@@ -188,7 +201,7 @@ def _record_task(
     return Recorded(target, len(demos), failures, sum(len(demo.actions) for demo in demos))
 
 
-def _run_expert(
+def _demonstrate(
     suite: TaskSuite, simulator: Simulator, init_state: NDArray[np.float64], plan: NDArray[np.float32] | None
 ) -> _Demo | None:
     """Let the expert act from a state, or follow a plan; returns None when the goal is not reached in time."""

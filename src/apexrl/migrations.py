@@ -34,7 +34,7 @@ def _config_4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config_5(config: dict[str, Any]) -> dict[str, Any]:
-    """BC has picture_shift, SAC uniform_start; one that is missing takes its default."""
+    """BC has picture_shift, and SAC uniform_start, by default true: a new run of an older file acts at random first."""
     return config
 
 

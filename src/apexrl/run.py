@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -10,7 +11,6 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,23 @@ from apexrl.agent import Trainer, checkpoint
 from apexrl.agent.trainer import env_seed
 from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig, PPOROAConfig, RLOOConfig
 from apexrl.algorithms.base import find_device
-from apexrl.collectors import AsyncCollector, BaseCollector, RayCollector, RolloutGenerator, SyncCollector
+from apexrl.collectors import (
+    AsyncCollector,
+    BaseCollector,
+    RayCollector,
+    RolloutGenerator,
+    SuiteRunner,
+    SyncCollector,
+)
 from apexrl.config import Config, make_config, read_config, with_overrides
+from apexrl.demos import Plans
 from apexrl.envs import VecEnv, make_env
 from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.envs.suites.base import TaskSuite
 from apexrl.errors import ApexRLError, CheckpointError, ConfigError, EnvError, RunDirError
 from apexrl.graphs import Acceleration
 from apexrl.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger, cut_json_lines
-from apexrl.policies import Policy, VLAPolicy
+from apexrl.policies import Policy, SACPolicy, VLAPolicy
 from apexrl.policies.vla.lora import with_adapters
 from apexrl.provenance import add_start
 from apexrl.sections import PolicyConfig, SuiteConfig, VLAConfig
@@ -77,7 +86,7 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
             _clear(run_dir)
         lock.release()
         if distributed.is_first() and made:
-            with suppress(OSError):  # another process may still be leaving; it must not hide what went wrong
+            with contextlib.suppress(OSError):  # another process may still be leaving; it must not hide what went wrong
                 run_dir.rmdir()
         raise
     return trainer
@@ -239,6 +248,8 @@ def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), 
     if distributed.world_size() > 1:
         acceleration = replace(acceleration, compile=False)
     algorithm: BaseAlgorithm = make(policy=policy, cfg=config.algo, acceleration=acceleration)
+    if init_from and isinstance(policy, SACPolicy):
+        policy.acts_uniformly.fill_(False)  # it explores better than chance
     loggers = list(loggers)
     training = config.training
     if isinstance(config.task, SuiteConfig):
@@ -336,6 +347,42 @@ class TrainedPolicy:
     def make_env(self, num_envs: int) -> VecEnv:
         """Make environments of the task that it was trained on."""
         return make_task(self.config, self.device, num_envs)
+
+    def plans(self, suite: TaskSuite, per_task: int, *, start: int = 0, num_workers: int = 1) -> Plans:
+        """Let the policy act from the training states of a suite, which may show others what it does not see.
+
+        Args:
+            suite: for whose ``record_demos`` the plans are.
+            per_task: successes wanted.
+            start: number of the training state to begin with.
+            num_workers: processes that simulate.
+
+        Raises:
+            ConfigError: when the policy is of no suite, or of one with other observations or actions.
+        """
+        task = self.config.task
+        if not isinstance(task, SuiteConfig):
+            raise ConfigError(f"{self.checkpoint} was trained on '{task.id}', which is no suite of tasks.")
+        num_envs = min(task.num_parallel_envs, num_workers) if task.cameras else task.num_parallel_envs
+        here = replace(
+            task,
+            benchmark_name=suite.name,
+            task_names_to_use=tuple(suite.task_names),
+            num_parallel_envs=num_envs,
+            num_workers=min(num_workers, num_envs),
+            max_cached_envs=None,
+            max_episode_length=suite.horizon,
+        )
+        env, known = make_suite_env(here, self.device), make_suite_env(task, self.device)
+        if (env.observation_space, env.action_space) != (known.observation_space, known.action_space):
+            raise ConfigError(
+                f"{self.checkpoint} was trained on '{task.id}' and cannot act on '{suite.name}', whose observations or "
+                "actions are others."
+            )
+        states = [suite.init_states(task_id, "train")[start:] for task_id in range(suite.num_tasks)]
+        with contextlib.closing(env):
+            found = SuiteRunner(env, self.policy).plans(states, per_task)
+        return [{start + number: plan for number, plan in plans.items()} for plans in found]
 
 
 def load_trained(source: Path) -> TrainedPolicy:

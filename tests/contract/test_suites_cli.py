@@ -22,15 +22,21 @@ import pytest
 import torch
 from PIL import Image
 from tests.contract.test_resume import Kill, command
+from tests.point_suite import PointSuite
 from tests.suite_session import RLOO, SMALL, TASKS, entries, imitate, options, train
 
 from apexrl.agent import checkpoint
 from apexrl.cli import main
 from apexrl.collectors import RolloutStats
 from apexrl.demos import Recorded
+from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.envs.suites.base import Split
 from apexrl.envs.suites.metaworld import MetaWorldSuite
+from apexrl.errors import ConfigError
 from apexrl.loggers import read_json_lines
+from apexrl.run import load_trained
+from apexrl.sections import SuiteConfig
+from apexrl.suite_run import make_suite_env
 
 CLOCK = ("time/", "collect/seconds", "collect/control_steps_per_second", "collect/envs_")
 """Names of numbers that depend on the clock, or on which simulators a process has already made."""
@@ -130,18 +136,32 @@ def test_demos_begins_with_the_state_and_keeps_the_horizon_that_are_asked_for(tm
 
 def test_demos_shows_others_what_a_policy_did(bc: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["demos", f"metaworld:{TASKS[0]}", "--policy", str(bc), "--per-task", "2", "--num-workers", "2"]
-    assert main([*arguments, "--proprioception", "--output", str(tmp_path)]) == 0
+    assert main([*arguments, "--start", "3", "--proprioception", "--output", str(tmp_path)]) == 0
     assert "2 demonstrations" in capsys.readouterr().out
-    suite = MetaWorldSuite("one", (TASKS[0],))
-    simulator, starts = suite.make_simulator(0), suite.init_states(0)
+    suite = MetaWorldSuite(f"metaworld:{TASKS[0]}", (TASKS[0],), horizon=45)
+    (plans,) = load_trained(bc).plans(suite, 2, start=3)
+    assert min(plans) >= 3
     with h5py.File(tmp_path / f"{TASKS[0]}_demo.hdf5") as file:
-        for demo in file["data"].values():
+        assert json.loads(file["data"].attrs["env_args"])["env_kwargs"]["horizon"] == 45  # of the policy's episodes
+        for demo, (number, actions) in zip(file["data"].values(), plans.items(), strict=True):
             # The policy saw 39 numbers; of these the hand and its opening are recorded.
-            assert demo["obs/state"].shape == (demo.attrs["num_samples"], 4)
-            assert any((demo.attrs["init_state"] == state).all() for state in starts)
-            simulator.restore(demo.attrs["init_state"][:])
-            solved = [simulator.advance(action) for action in demo["actions"][:]]
-            assert solved == [False] * (len(solved) - 1) + [True]
+            assert demo["obs/state"].shape == (len(actions), 4)
+            assert (demo.attrs["init_state"] == suite.init_states(0)[number]).all()
+            assert (demo["actions"][:] == actions.clip(-1, 1)).all()
+
+
+def test_a_policy_that_cannot_act_on_a_suite_is_refused(
+    bc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(task: SuiteConfig, *rest: Any) -> SuiteVecEnv:
+        return SuiteVecEnv(PointSuite(), 1) if task.benchmark_name == "points" else make_suite_env(task, *rest)
+
+    monkeypatch.setattr("apexrl.run.make_suite_env", make)
+    with pytest.raises(ConfigError, match=r"cannot act on 'points', whose observations or actions are others"):
+        load_trained(bc).plans(PointSuite(), 1)
+    assert main(["train", "cartpole_ppo", "--training.total_timesteps", "64", "--run-dir", str(tmp_path / "ppo")]) == 0
+    with pytest.raises(ConfigError, match=r"was trained on 'CartPole-v1', which is no suite of tasks"):
+        load_trained(tmp_path / "ppo").plans(PointSuite(), 1)
 
 
 def test_demos_says_when_the_states_ran_out(
@@ -324,7 +344,7 @@ OF_SUITE = "task: {benchmark_name: mt10}\nalgo: {name: ppo}\n"
         (["demos", "mt10", "--horizon", "0"], ["--horizon", "'0'"]),
         ([*EXPERT, "--horizon", "3"], [TASKS[0], "from none of 50", "3; --horizon", "--start", "--tasks"]),
         ([*EXPERT, "--policy", "nowhere"], ["nowhere", "no checkpoint"]),
-        ([*EXPERT, "--policy", "RUN", "--horizon", "3"], ["The policy", TASKS[0], "from none of 50", "--tasks"]),
+        ([*EXPERT, "--policy", "RUN", "--horizon", "3"], ["The policy", TASKS[0], "from none", "(3 ", "--tasks"]),
         (["check-env", "mt10"], ["'mt10' is a suite", "--task.benchmark_name mt10", "apexrl demos mt10"]),
         (["check-env", "metaworld:reach-v3"], ["is a suite", "--task.benchmark_name metaworld:reach-v3"]),
         (["demos", "mt10", "--per-task", "0"], ["--per-task", "'0'"]),

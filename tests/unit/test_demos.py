@@ -106,23 +106,40 @@ def test_workers_record_the_same(tmp_path: Path) -> None:
     assert (here == there).all()
 
 
-def test_plans_are_followed_instead_of_the_expert(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_plans_are_followed_instead_of_the_expert(num_workers: int, tmp_path: Path) -> None:
     suite = NoExpertSuite(num_tasks=2, num_states=4)
 
     def straight(task: int, number: int) -> NDArray[np.float32]:
         steps = 10.0 * (np.array(GOALS[task]) - suite.init_states(task)[number][:2])
         return np.tile(steps / 16.0, (20, 1)).astype(np.float32)  # there after 16 of 20 steps, and near it before
 
-    plans = [{1: straight(0, 1), 3: straight(0, 3)}, {0: straight(1, 0)[:5], 2: straight(1, 2)}]
-    recorded = record_demos(suite, tmp_path, 4, plans=plans)
-    assert [(r.num_demos, r.num_failures) for r in recorded.values()] == [(2, 2), (1, 3)]
+    plans = [{1: straight(0, 1), 3: 100.0 * straight(0, 3)}, {0: straight(1, 0)[:5], 2: straight(1, 2)}]
+    plans[0][2] = straight(0, 2)
+    recorded = record_demos(suite, tmp_path, 4, plans=plans, num_workers=num_workers)
+    assert [r.num_demos for r in recorded.values()] == [3, 1]
+    assert [r.num_failures for r in recorded.values()] == [1, 3]  # no plan, or one that ends before the goal
     with h5py.File(tmp_path / "right_demo.hdf5") as file:
-        for demo, number in ((file["data/demo_0"], 1), (file["data/demo_1"], 3)):
+        for number, demo in enumerate(file["data"].values(), 1):
             np.testing.assert_array_equal(demo.attrs["init_state"], suite.init_states(0)[number])
-            np.testing.assert_array_equal(demo["actions"], plans[0][number][: demo.attrs["num_samples"]])
+            np.testing.assert_array_equal(demo["actions"], plans[0][number][: demo.attrs["num_samples"]].clip(-1, 1))
             assert demo.attrs["num_samples"] <= 16
-    with pytest.raises(EnvError, match="The policy reached the goal of 'right' from none of 4 training states"):
-        record_demos(suite, tmp_path, 4, plans=[{}, {}])
+
+
+@pytest.mark.parametrize(
+    ("plans", "error", "message"),
+    [
+        ([{0: np.zeros((3, 2), np.float32)}, {}], EnvError, "goal of left from none .*20 control steps; --horizon"),
+        ([{0: np.zeros((3, 2), np.float32)}], ConfigError, r"plans for 2 tasks with actions \(2,\), got 1"),
+        ([{0: np.zeros((3, 5), np.float32)}] * 2, ConfigError, r"actions \(2,\), got 2 with \[\(5,\)\]"),
+    ],
+)
+def test_plans_that_cannot_be_followed_are_refused_before_a_file_is_replaced(
+    plans: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        record_demos(PointSuite(), tmp_path / "demos", 1, plans=plans)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

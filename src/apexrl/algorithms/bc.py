@@ -270,7 +270,7 @@ class BC(BaseAlgorithm):
             key = OBSERVATION if isinstance(samples[OBSERVATION], Tensor) else (OBSERVATION, *path.split("."))
             if leaf.is_floating_point() and cfg.state_noise:
                 varied[key] = leaf + cfg.state_noise * torch.randn_like(leaf)
-            elif leaf.ndim == 4 and cfg.picture_shift:
+            elif leaf.dtype == torch.uint8 and leaf.ndim == 4 and cfg.picture_shift:
                 varied[key] = randomly_moved(leaf, cfg.picture_shift)
         return varied
 

@@ -168,32 +168,38 @@ class SuiteRunner:
         columns = {name: value[ended > 0] for name, value in zip(finished.value, values, strict=True)}
         return without_lost(columns, self.suite.task_names, num_never_begun=int((ended == 0).sum()))
 
-    def plans(self, start: int = 0, *, seed: int = 0) -> list[dict[int, NDArray[np.float32]]]:
-        """Let the policy act as well as it can from the training states, and keep what led to the goal.
+    def plans(
+        self, states: Sequence[Sequence[NDArray[np.float64]]], per_task: int, *, seed: int = 0
+    ) -> list[dict[int, NDArray[np.float32]]]:
+        """Let the policy act as well as it can, and keep what led to the goal.
 
         Args:
-            start: number of the init state to begin with.
+            states: for each task the init states, which are tried in this order.
+            per_task: successes wanted of each task.
             seed: of what a policy draws even so.
 
         Returns:
             For each task, by the number of the init state, the actions ``[n, A]`` up to the goal, for ``record_demos``.
         """
-        states = [self.suite.init_states(task_id, "train") for task_id in range(self.suite.num_tasks)]
-        numbers = [(task_id, number) for task_id, known in enumerate(states) for number in range(start, len(known))]
-        episodes = [InitState(task_id, states[task_id][number]) for task_id, number in numbers]
         found: list[dict[int, NDArray[np.float32]]] = [{} for _ in states]
-        if not episodes:
-            return found
-        with left_alone(self.policy, seed):
-            batch = self.run_episodes(episodes, keep=(ACTION,), deterministic=True)
-        chunks = batch[ACTION].float().unflatten(-1, (self.env.chunk, -1)).cpu().numpy()
-        taken = batch[METRIC, CONTROL_STEPS].squeeze(-1).long().cpu().numpy()
-        for column in successful_episodes(batch).nonzero().flatten().tolist():
-            task_id, number = numbers[column]
-            found[task_id][number] = np.concatenate(
-                [chunk[:count] for chunk, count in zip(chunks[:, column], taken[:, column], strict=True)]
-            )
-        return found
+        tried = [0] * len(states)
+        while True:
+            numbers: list[tuple[int, int]] = []
+            for task_id, known in enumerate(states):
+                end = min(len(known), tried[task_id] + per_task - len(found[task_id]))
+                numbers += [(task_id, number) for number in range(tried[task_id], end)]
+                tried[task_id] = end
+            if not numbers:
+                return found
+            episodes = [InitState(task_id, states[task_id][number]) for task_id, number in numbers]
+            with left_alone(self.policy, seed):
+                batch = self.run_episodes(episodes, keep=(ACTION,), deterministic=True)
+            chunks = batch[ACTION].float().unflatten(-1, (self.env.chunk, -1)).cpu().numpy()
+            taken = batch[METRIC, CONTROL_STEPS].squeeze(-1).long().cpu().numpy()
+            for column in successful_episodes(batch).nonzero().flatten().tolist():
+                task_id, number = numbers[column]
+                steps = zip(chunks[:, column], taken[:, column], strict=True)
+                found[task_id][number] = np.concatenate([chunk[:count] for chunk, count in steps])
 
 
 def pack_episodes(steps: TensorDict, num_episodes: int) -> TensorDict:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from apexrl.commands.common import AddCommand, Overrides, not_negative, positive, progress, warn
 from apexrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from apexrl.demos import Plans
-    from apexrl.envs.suites.base import TaskSuite
 
 _DEMO_OPTIONS = {"task.benchmark_name": "SUITE", "task.task_names_to_use": "--tasks", "task.cameras": "--cameras"}
 """What ``apexrl demos`` has in the place of fields that messages about suites name."""
@@ -40,8 +34,8 @@ def register(command: AddCommand) -> None:
     )
     demos.add_argument("--per-task", type=positive, default=10, metavar="K", help="default 10")
     demos.add_argument("--start", type=not_negative, default=0, metavar="K", help="first training state, default 0")
-    demos.add_argument("--horizon", type=positive, metavar="N", help="control steps of an episode; default the suite's")
-    demos.add_argument("--output", type=Path, metavar="DIR", help="default demos/<suite>")
+    demos.add_argument("--horizon", type=positive, metavar="N", help="control steps; default the policy's or suite's")
+    demos.add_argument("--output", type=Path, metavar="DIR", help="default demos/<suite>, or demos/<suite>_policy")
     demos.add_argument("--tasks", default="", metavar="NAMES", help="some tasks of the suite, such as reach-v3,push-v3")
     demos.add_argument("--cameras", default="", metavar="NAMES", help="also record pictures, such as corner2")
     demos.add_argument("--image-size", type=positive, default=64, metavar="N", help="edge of the pictures, default 64")
@@ -95,10 +89,14 @@ def _demos(options: argparse.Namespace, _: Overrides) -> int:
     from apexrl.demos import Recorded, record_demos
     from apexrl.envs.mujoco_simulation import num_cores
     from apexrl.envs.suites import make_suite
+    from apexrl.run import load_trained
+    from apexrl.sections import SuiteConfig
 
+    trained = None if options.policy is None else load_trained(options.policy)
     more: dict[str, Any] = {"privileged": False} if options.proprioception else {}
-    if options.horizon is not None:
-        more["horizon"] = options.horizon
+    own = trained.config.task if trained is not None else None
+    if horizon := options.horizon or (own.max_episode_length if isinstance(own, SuiteConfig) else None):
+        more["horizon"] = horizon
     try:
         suite = make_suite(
             options.suite,
@@ -119,8 +117,12 @@ def _demos(options: argparse.Namespace, _: Overrides) -> int:
             f"training states, but a task of '{options.suite}' has {available}; lower one of them."
         )
     num_workers = options.num_workers or num_cores()
-    plans = _plans(options, suite, num_workers)
-    output = options.output or Path("demos") / options.suite.replace(":", "_").lower()
+    plans = None
+    if trained is not None:
+        print("Letting the policy act ...")
+        plans = trained.plans(suite, options.per_task, start=options.start, num_workers=num_workers)
+    name = options.suite.replace(":", "_").lower()
+    output = options.output or Path("demos") / (name if trained is None else f"{name}_policy")
     with progress("Recording", suite.num_tasks) as tell:
         done = 0
 
@@ -144,29 +146,3 @@ def _demos(options: argparse.Namespace, _: Overrides) -> int:
         print(f"  {name:28} {task.num_demos} demonstrations, {task.num_steps} steps{failed}{fewer}")
     print(f"Demonstrations: {output}")
     return 0
-
-
-def _plans(options: argparse.Namespace, suite: TaskSuite, num_workers: int) -> Plans | None:
-    """Let the trained policy act on the tasks of a suite, which may show others what the policy does not see."""
-    if options.policy is None:
-        return None
-    from apexrl.collectors import SuiteRunner
-    from apexrl.run import load_trained
-    from apexrl.sections import SuiteConfig
-    from apexrl.suite_run import make_suite_env
-
-    trained = load_trained(options.policy)
-    task = trained.config.task
-    if not isinstance(task, SuiteConfig):
-        raise ConfigError(f"--policy {options.policy} was trained on '{task.id}', which is no suite of tasks.")
-    task = replace(
-        task,
-        benchmark_name=suite.name,
-        task_names_to_use=tuple(suite.task_names),
-        num_workers=min(num_workers, task.num_parallel_envs),
-        max_episode_length=options.horizon or task.max_episode_length,
-    )
-    print(f"Letting the policy act on {suite.num_tasks} tasks ...")
-    env = make_suite_env(task, trained.device)
-    with contextlib.closing(env):
-        return SuiteRunner(env, trained.policy).plans(options.start)

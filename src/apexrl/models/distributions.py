@@ -92,7 +92,7 @@ class SquashedGaussian:
     def sample_or_uniform(self, uniformly: Tensor) -> Tensor:
         """Draw, or where ``uniformly`` draw any action within the bounds alike, from the same random numbers."""
         u = self.base.sample()
-        # The standard normal z is below itself with probability (1 + erf(z / √2)) / 2, which is uniform in [0, 1].
+        # A standard normal number lies below z with probability (1 + erf(z / √2)) / 2: erf is uniform in [−1, 1].
         unit = torch.erf((u - self.base.mean) / (math.sqrt(2.0) * self.base.std))
         return torch.where(uniformly, self.centre + self.scale * unit, self._squash(u))
 

@@ -58,7 +58,7 @@ class SACPolicy(Policy):
         actor_options |= {"distribution": "squashed_gaussian", "state_dependent_std": True}
         self.actor = actor_class(observation_space, action_space, **actor_options)
         if isinstance(self.actor, MLPActor):
-            _begin_uniform(self.actor)
+            _begin_like_linear(self.actor)
         self.critics = critic_class(observation_space, int(np.prod(action_space.shape)), **(critic_cfg or {}))
         self.target_critics = copy.deepcopy(self.critics).requires_grad_(False)
         self.normalizer = ObservationNormalizer(observation_space) if normalize_obs else None
@@ -106,7 +106,7 @@ class SACPolicy(Policy):
         return value
 
 
-def _begin_uniform(actor: MLPActor) -> None:
+def _begin_like_linear(actor: MLPActor) -> None:
     """Let linear layers begin as ``nn.Linear`` does, and as the critics do; the orthogonal ones of PPO learn slower."""
     head = actor.action_head
     shift = head.head.bias.detach().clone()

@@ -196,6 +196,20 @@ def test_pictures_move_within_bounds_and_borders_are_drawn_out(channels_last: bo
     assert len(seen) == 25
 
 
+def test_a_shift_reaches_what_is_learned() -> None:
+    def fitted_to_pictures(shift: int) -> Tensor:
+        torch.manual_seed(0)
+        space = gym.spaces.Dict({"camera": gym.spaces.Box(0, 255, (16, 16, 3), np.uint8)})
+        policy = VLAPolicy(space, gym.spaces.Box(-1, 1, (4,), np.float32), chunk=2, size="tiny")
+        pictures = torch.randint(256, (32, 16, 16, 3), dtype=torch.uint8)
+        samples = TensorDict({"observation": {"camera": pictures}, "action": torch.rand(32, 4)}, batch_size=[32])
+        BC(policy=policy, cfg=BCConfig(picture_shift=shift)).update(samples)
+        return weights(policy)
+
+    assert torch.equal(fitted_to_pictures(0), fitted_to_pictures(0))
+    assert not torch.equal(fitted_to_pictures(2), fitted_to_pictures(0))
+
+
 def test_a_shift_changes_pictures_and_nothing_else() -> None:
     samples = demonstrations(50)
     samples["observation"]["camera"] = torch.randint(256, (50, 8, 8, 3), dtype=torch.uint8)

@@ -4,6 +4,7 @@ import copy
 import math
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -17,9 +18,11 @@ from tests.scripted import ScriptedEnv
 from torch import Tensor
 
 from apexrl import SAC, GymVecEnv, QEnsemble, SACConfig, SACPolicy, SyncCollector, VecEnv, make_env
+from apexrl.config import load_config
 from apexrl.errors import ConfigError, DivergenceError
 from apexrl.functional import soft_target, temperature_gradient
 from apexrl.graphs import Acceleration
+from apexrl.run import make_trainer
 
 SMALL = {"num_steps": 4, "batch_size": 8, "learning_starts": 1, "replay_capacity": 1000, "learning_rate": 1e-3}
 
@@ -210,6 +213,17 @@ def test_the_policy_acts_from_the_start_when_asked_or_when_learning_starts_at_on
         assert not algorithm.policy.acts_uniformly
     algorithm, _ = setup(learning_starts=100)
     assert algorithm.policy.acts_uniformly
+
+
+def test_a_run_that_starts_from_another_lets_its_policy_act(tmp_path: Path) -> None:
+    config = load_config("pendulum_sac", [("training.device", "cpu")])
+    first = make_trainer(config, tmp_path)
+    assert first.policy.acts_uniformly
+    weights_file = first.save_checkpoint(str(tmp_path / "first.pt"))
+    second = make_trainer(config, tmp_path, init_from=str(weights_file))
+    assert not second.policy.acts_uniformly
+    for trainer in (first, second):
+        trainer.close()
 
 
 def test_the_actor_waits_for_its_interval() -> None:

@@ -401,16 +401,32 @@ def test_impossible_settings_are_named(options: dict[str, Any], text: str) -> No
         generator(SOMETIMES, **options)
 
 
-def test_plans_are_what_led_to_the_goal_from_each_training_state() -> None:
-    policy = PointPolicy(1.0, 0.0)  # goes right always, left never
-    env = SuiteVecEnv(PointSuite(num_states=5), 3, chunk=CHUNK, num_workers=0)
-    plans = SuiteRunner(env, policy).plans(1)
-    assert [sorted(found) for found in plans] == [[1, 2, 3, 4], []]
-    simulator = env.suite.make_simulator(0)
+def test_plans_are_what_led_to_the_goal_from_the_first_states_that_did() -> None:
+    class Blind(PointPolicy):
+        """Goes wrong where it begins above; by chance, unless it is asked for its mode."""
+
+        def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
+            assert not self.training
+            output = super().forward(obs, deterministic)
+            assert isinstance(obs, TensorDict)
+            return output._replace(action=torch.where(obs["state"][:, 1:] > 0.05, 0.0, output.action))
+
+    suite = PointSuite(num_states=12)
+    env = SuiteVecEnv(suite, 3, chunk=CHUNK, num_workers=0)
+    policy = Blind(0.6, 0.0).train()  # right by its mode, left never
+    states = [suite.init_states(task) for task in range(2)]
+    good = [number for number, state in enumerate(states[0]) if state[1] <= 0.05]
+    assert 3 < len(good) < 10
+    numbers = torch.get_rng_state()
+    plans = SuiteRunner(env, policy).plans(states, 3)
+    assert [sorted(found) for found in plans] == [good[:3], []]
+    assert policy.training
+    assert torch.equal(torch.get_rng_state(), numbers)
+    simulator = suite.make_simulator(0)
     for number, actions in plans[0].items():
-        simulator.restore(env.suite.init_states(0)[number])
+        simulator.restore(states[0][number])
         assert [simulator.advance(action) for action in actions] == [False] * (len(actions) - 1) + [True]
-    assert SuiteRunner(env, policy).plans(5) == [{}, {}]
+    assert [sorted(found) for found in SuiteRunner(env, policy).plans(states, 99)] == [good, []]
 
 
 class DyingSimulator(PointSimulator):
