@@ -27,6 +27,7 @@ from apexrl.cli import main
 from apexrl.config import load_config, preset_names
 from apexrl.envs.tasks import TASKS
 from apexrl.loggers import read_json_lines
+from apexrl.migrations import CHECKPOINT_FORMAT
 
 TINY = [
     "--task.num_envs", "4",
@@ -598,8 +599,8 @@ def test_a_run_is_not_resumed_from_a_checkpoint_with_a_bad_part(
         (_empty, ["not a readable checkpoint"]),
         (_malicious_pickle, ["not a readable checkpoint", "not written by apexrl"]),
         (_malicious_checkpoint, ["not a readable checkpoint", "it holds code (posix.mkdir)"]),
-        (_newer_format, ["format 99", "formats 1 to 4", "Update apexrl"]),
-        (_older_format, ["format 0", "formats 1 to 4"]),
+        (_newer_format, ["format 99", f"formats 1 to {CHECKPOINT_FORMAT}", "Update apexrl"]),
+        (_older_format, ["format 0", f"formats 1 to {CHECKPOINT_FORMAT}"]),
         (_foreign, ["not written by apexrl", "format number"]),
         (_incomplete, ["not written by apexrl", "policy"]),
     ],
