@@ -15,7 +15,6 @@ demonstrations nor rollouts start from these.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import tempfile
@@ -230,10 +229,8 @@ def main() -> None:
         "rloo": [("training.num_train_steps", str(options.iterations)), *pairs["rloo"]],
     }
     heads, counts = options.heads.split(","), [int(count) for count in options.demos.split(",")]
-    with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory())
-        if options.directory:
-            directory = str(options.directory.resolve())
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = str((options.directory or Path(temporary)).resolve())
         started = time.perf_counter()
         task = load_config(f"{options.presets}_bc", list(dict(pairs["both"]).items())).task
         assert isinstance(task, SuiteConfig)

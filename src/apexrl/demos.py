@@ -113,6 +113,7 @@ def record_demos(
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     results: dict[str, Recorded] = {}
+    plans_of: Sequence[Mapping[int, NDArray[np.float32]] | None] = [None] * suite.num_tasks if plans is None else plans
 
     def done(task_id: int, recorded: Recorded) -> None:
         results[suite.task_names[task_id]] = recorded
@@ -121,19 +122,14 @@ def record_demos(
 
     if num_workers == 0 and not suite.renders:
         for task_id in range(suite.num_tasks):
-            done(
-                task_id,
-                _record_task(suite, task_id, directory, per_task, start, None if plans is None else plans[task_id]),
-            )
+            done(task_id, _record_task(suite, task_id, directory, per_task, start, plans_of[task_id]))
     else:
         context = multiprocessing.get_context("spawn")
         count = min(max(1, num_workers), suite.num_tasks)
         # Where it draws, a new process for every task: a graphics context dies with its process.
         with ProcessPoolExecutor(count, context, max_tasks_per_child=1 if suite.renders else None) as pool:
             tasks = {
-                pool.submit(
-                    _record_task, suite, task_id, directory, per_task, start, None if plans is None else plans[task_id]
-                ): task_id
+                pool.submit(_record_task, suite, task_id, directory, per_task, start, plans_of[task_id]): task_id
                 for task_id in range(suite.num_tasks)
             }
             try:
