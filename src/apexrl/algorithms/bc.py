@@ -266,11 +266,18 @@ class BC(BaseAlgorithm):
     def _varied(self, samples: TensorDict) -> TensorDict:
         """Shake the vectors of the observations, and move the pictures."""
         varied, cfg = samples.copy(), self.cfg
-        for path, leaf in leaves(samples[OBSERVATION]).items():
+        found = leaves(samples[OBSERVATION])
+        pictures = [path for path, leaf in found.items() if leaf.dtype == torch.uint8 and leaf.ndim == 4]
+        if cfg.picture_shift and not pictures:
+            raise ConfigError(
+                f"algo.picture_shift is {cfg.picture_shift}, but the demonstrations hold no pictures (they have "
+                f"{', '.join(found)}); leave it out, or name cameras in task.cameras."
+            )
+        for path, leaf in found.items():
             key = OBSERVATION if isinstance(samples[OBSERVATION], Tensor) else (OBSERVATION, *path.split("."))
             if leaf.is_floating_point() and cfg.state_noise:
                 varied[key] = leaf + cfg.state_noise * torch.randn_like(leaf)
-            elif leaf.dtype == torch.uint8 and leaf.ndim == 4 and cfg.picture_shift:
+            elif path in pictures and cfg.picture_shift:
                 varied[key] = randomly_moved(leaf, cfg.picture_shift)
         return varied
 

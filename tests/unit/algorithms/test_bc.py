@@ -221,6 +221,11 @@ def test_a_shift_changes_pictures_and_nothing_else() -> None:
         BCConfig(picture_shift=-1)
 
 
+def test_a_shift_without_pictures_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"algo\.picture_shift is 3, but the demonstrations hold no pictures"):
+        BC(policy=mlp(), cfg=BCConfig(picture_shift=3)).update(demonstrations(50))
+
+
 def test_a_loaded_state_goes_on_bit_for_bit() -> None:
     one = BC(policy=mlp())
     one.update(demonstrations(seed=1))
