@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -112,8 +113,8 @@ class SuiteVecEnv(VecEnv):
         self._assigned: list[InitState] | None = None
         self._queue: list[InitState] | None = None
         """The episodes of the last ``assign``; None when they come from the split."""
-        self._next = 0
-        """Index in the queue of the episode that starts next."""
+        self._waiting: list[int] = []
+        """Indices in the queue of the episodes that have not begun, in the order in which they are wanted."""
         self._was_reset = False
         draw_without_display()  # before a worker imports MuJoCo
         if num_workers is None:
@@ -190,7 +191,8 @@ class SuiteVecEnv(VecEnv):
     def assign(self, episodes: Sequence[InitState]) -> None:
         """Let the next ``reset`` start these episodes; ``episode_id`` is the index in the list.
 
-        An environment whose episode ends takes the next one. Once there is none it idles: its observation stays,
+        An environment whose episode ends takes the next one; of a suite that renders, the next of the same task while
+        there is one, for that needs no other simulator. Once there is none it idles: its observation stays,
         ``truncated`` is true, ``episode_id`` -1 and ``control_steps`` 0.
 
         Raises:
@@ -207,7 +209,8 @@ class SuiteVecEnv(VecEnv):
 
     def reset(self, seed: int | None = None) -> Observation:
         """Start the assigned episodes, or those of the split from number 0; the seed changes nothing."""
-        self._queue, self._assigned, self._next = self._assigned, None, 0
+        self._queue, self._assigned = self._assigned, None
+        self._waiting = self._order(self._queue or [])
         self._episode.fill(-1)
         self._task.fill(-1)
         self._lost.fill(False)
@@ -300,10 +303,22 @@ class SuiteVecEnv(VecEnv):
     def _next_number(self, slot: int) -> int:
         if self._queue is None:
             return slot if self._episode[slot] < 0 else int(self._episode[slot]) + self.num_envs
-        if self._next == len(self._queue):
+        if not self._waiting:
             return -1
-        self._next += 1
-        return self._next - 1
+        place = 0
+        if self.suite.renders:  # a process holds one simulator, so a slot stays with its task while that has episodes
+            tasks = [self._queue[number].task_id for number in self._waiting]
+            place = tasks.index(self._task[slot]) if self._task[slot] in tasks else 0
+        return self._waiting.pop(place)
+
+    def _order(self, episodes: Sequence[InitState]) -> list[int]:
+        """Return the indices of episodes as they are given, or, where a process holds one simulator, tasks in turn."""
+        earlier: Counter[int] = Counter()
+        turns = []
+        for task, _ in episodes:
+            turns.append(earlier[task] if self.suite.renders else 0)
+            earlier[task] += 1
+        return sorted(range(len(episodes)), key=turns.__getitem__)
 
     def _init_state(self, number: int) -> InitState:
         if self._queue is not None:
@@ -342,7 +357,7 @@ class SuiteVecEnv(VecEnv):
         """
         if state:
             raise EnvStateError(f"SuiteVecEnv has no state between episodes; this one holds {sorted(state)}.")
-        self._queue, self._next = [], 0
+        self._queue, self._waiting = [], []
         self._episode.fill(-1)
         self._task.fill(-1)
 

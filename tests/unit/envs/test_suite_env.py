@@ -365,7 +365,7 @@ def test_simulators_that_render_have_a_process_each(make: Make) -> None:
     assert len(pids(env)) == 2
     homes: dict[str, set[int]] = {}
     for batch in range(2):
-        env.assign([InitState(task, np.zeros(3)) for task in (0, 1, 2, 0, 1, 2)])
+        env.assign([InitState(task, np.zeros(3)) for task in (0, 1, 2, 0)])
         obs = env.reset()
         while env.busy:
             pixels = obs["camera"].flatten(1).numpy()
@@ -391,6 +391,16 @@ def test_a_rendering_process_changes_its_task_when_there_may_be_no_other(make: M
     assert set(alive) == {1}
     assert env.created == 3
     assert len(pids(env)) == 1
+
+
+def test_where_a_process_has_one_simulator_a_slot_stays_with_its_task(make: Make) -> None:
+    suite = RenderingSuite(num_tasks=3, horizon=5, radius=0.0)
+    env = make(suite, 2, max_cached_envs=2)
+    groups = (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2)
+    outcomes = play(env, [InitState(task, np.zeros(3)) for task in groups * 2])
+    assert [outcomes[number].task for number in range(24)] == [*groups, *groups]
+    # One simulator of task 0, one of task 1, and in the end both slots have task 2; in the order given it were 12.
+    assert env.created == 4
 
 
 def test_a_killed_worker_is_replaced_and_its_episodes_are_lost(make: Make, caplog: pytest.LogCaptureFixture) -> None:
