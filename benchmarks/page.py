@@ -23,6 +23,7 @@ brackets, the lowest and the highest."""
 COMMANDS = {
     "camera": "python benchmarks/mt10.py --presets camera",
     "mt10_pictures": "python benchmarks/mt10.py",
+    "mt10_states_and_pictures": "python benchmarks/mt10.py",
     "ppo_gpu": "python benchmarks/ppo_gpu.py --iters 40",
     "ppo_mujoco": "python benchmarks/ppo_cpu.py --only-mujoco",
     "ppo_learning": "python benchmarks/ppo_learning.py --seeds 0,1,2,3,4,5,6,7,8,9 --jobs 2",
@@ -147,6 +148,7 @@ FORMATS: dict[str, Callable[[Row], list[Rows]]] = {
     "camera": by_task,
     "mt10": by_task,
     "mt10_pictures": by_task,
+    "mt10_states_and_pictures": by_task,
     "scaling": measured,
     "torture": losses,
 }
