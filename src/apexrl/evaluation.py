@@ -120,9 +120,11 @@ def evaluate_starts(
                 tell = None if on_progress is None else _counting_on(on_progress, first)
                 _run(runner, actor, policy, _begin(runner, group), counted, max_steps, tell)
                 episodes = counted.episodes()
-                order = np.argsort(episodes[_ENV])
-                episodes = {name: values[order] for name, values in episodes.items()}
-                parts.append({**episodes, "episode_id": first + episodes[_ENV]})
+                # A suite chooses which of its environments begins with which episode.
+                place = episodes["episode_id" if isinstance(runner, SuiteVecEnv) else _ENV]
+                order = np.argsort(place)
+                sorted_episodes = {name: values[order] for name, values in episodes.items()}
+                parts.append({**sorted_episodes, "episode_id": first + place[order]})
     finally:
         if own is not None:
             own.close()
@@ -138,7 +140,7 @@ def group_size(num_starts: int, num_envs: int) -> int:
 
 
 def _begin(env: VecEnv, group: Sequence[Any]) -> Observation:
-    """Start the episodes of a group in the first environments; what the others do is not counted."""
+    """Start the episodes of a group, each in one of the first environments; what the others do is not counted."""
     if isinstance(env, SuiteVecEnv):
         env.assign(group)
         return env.reset()

@@ -141,6 +141,23 @@ def test_episodes_that_end_early_leave_the_others_alone() -> None:
     np.testing.assert_array_equal(results[0].episodes["truncated"], 1 - results[0].episodes["success_at_end"])
 
 
+class RenderingSuite(PointSuite):
+    """A process for every simulator, so that its environments choose among the episodes by their tasks."""
+
+    renders = True
+
+
+def test_episodes_of_a_suite_that_renders_come_in_the_order_of_their_starts() -> None:
+    suite = RenderingSuite(radius=0.6)
+    starts = [InitState(task, state) for task in (0, 1) for state in suite.init_states(task)[:3]]
+    results = [run(lambda n: SuiteVecEnv(suite, n), n, starts, go_to_the_goal) for n in (1, 4, 6)]
+    assert_same(results)
+    assert results[0].episodes["task_id"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert results[0].episodes["episode_id"].tolist() == list(range(6))
+    lengths = results[0].episodes["control_steps"]
+    assert lengths.min() < lengths.max()
+
+
 def test_episodes_come_in_the_order_of_their_starts_with_their_ends() -> None:
     # Each environment made alone is number 0: two steps, reward 1 + 2, ended by the time limit.
     env = ScriptedEnv([2, 9], [True, True])

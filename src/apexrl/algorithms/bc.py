@@ -270,8 +270,9 @@ class BC(BaseAlgorithm):
         pictures = [path for path, leaf in found.items() if leaf.dtype == torch.uint8 and leaf.ndim == 4]
         if cfg.picture_shift and not pictures:
             raise ConfigError(
-                f"algo.picture_shift is {cfg.picture_shift}, but the demonstrations hold no pictures (they have "
-                f"{', '.join(found)}); leave it out, or name cameras in task.cameras."
+                f"algo.picture_shift is {cfg.picture_shift}, but the demonstrations hold no pictures, which are uint8 "
+                f"and have three dimensions (they hold {', '.join(found)}); leave it out, or name cameras in "
+                "task.cameras."
             )
         for path, leaf in found.items():
             key = OBSERVATION if isinstance(samples[OBSERVATION], Tensor) else (OBSERVATION, *path.split("."))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,7 +48,8 @@ class SuiteVecEnv(VecEnv):
     ``e % num_tasks`` and the initial state ``e // num_tasks`` of it, and environment ``i`` runs the numbers ``i``,
     ``i + num_envs``, …, so that the first E episodes are the same ones for any number of environments.
 
-    A worker that dies or hangs is replaced; its episodes end ``truncated`` with the metric ``lost``.
+    A worker that dies or hangs is replaced; its episodes end ``truncated`` with the metric ``lost``. Where a suite that
+    renders loses one as it begins, the others assigned from the same initial state are not begun.
 
     Args:
         suite: the tasks.
@@ -113,8 +114,8 @@ class SuiteVecEnv(VecEnv):
         self._assigned: list[InitState] | None = None
         self._queue: list[InitState] | None = None
         """The episodes of the last ``assign``; None when they come from the split."""
-        self._waiting: list[int] = []
-        """Indices in the queue of the episodes that have not begun, in the order in which they are wanted."""
+        self._waiting: dict[int, deque[int]] = {}
+        """Indices in the queue of the episodes that have not begun; by task where a process holds one simulator."""
         self._was_reset = False
         draw_without_display()  # before a worker imports MuJoCo
         if num_workers is None:
@@ -191,8 +192,9 @@ class SuiteVecEnv(VecEnv):
     def assign(self, episodes: Sequence[InitState]) -> None:
         """Let the next ``reset`` start these episodes; ``episode_id`` is the index in the list.
 
-        An environment whose episode ends takes the next one; of a suite that renders, the next of the same task while
-        there is one, for that needs no other simulator. Once there is none it idles: its observation stays,
+        They begin in this order; an environment whose episode ends takes the next one. Of a suite that renders it takes
+        the next of the same task, which needs no other simulator, and where there is none, of the task that has most
+        left for each environment that runs it. Once there is none at all it idles: its observation stays,
         ``truncated`` is true, ``episode_id`` -1 and ``control_steps`` 0.
 
         Raises:
@@ -210,7 +212,9 @@ class SuiteVecEnv(VecEnv):
     def reset(self, seed: int | None = None) -> Observation:
         """Start the assigned episodes, or those of the split from number 0; the seed changes nothing."""
         self._queue, self._assigned = self._assigned, None
-        self._waiting = self._order(self._queue or [])
+        self._waiting = {}
+        for number, (task, _) in enumerate(self._queue or []):
+            self._waiting.setdefault(int(task) if self.suite.renders else 0, deque()).append(number)
         self._episode.fill(-1)
         self._task.fill(-1)
         self._lost.fill(False)
@@ -284,6 +288,19 @@ class SuiteVecEnv(VecEnv):
         for progress in found:
             self._see(progress.slots, progress.obs)
         self._lost[lost] = True  # the next step reports it
+        if self.suite.renders:
+            for slot in set(lost) & set(started):
+                self._give_up(int(self._task[slot]), states[started.index(slot)])
+
+    def _give_up(self, task: int, state: NDArray[np.float64]) -> None:
+        """Leave out what waits to start from a state at which a simulator has just died.
+
+        Its task's slot would try it again at once, and a worker that dies three times in a row ends the run.
+        """
+        numbers = self._waiting.pop(task, ())
+        kept = deque(number for number in numbers if not np.array_equal(self._init_state(number)[1], state))
+        if kept:
+            self._waiting[task] = kept
 
     def _see(self, slots: Sequence[int], obs: Mapping[str, NDArray[Any]]) -> None:
         """Write what some environments observe into the buffers.
@@ -305,20 +322,15 @@ class SuiteVecEnv(VecEnv):
             return slot if self._episode[slot] < 0 else int(self._episode[slot]) + self.num_envs
         if not self._waiting:
             return -1
-        place = 0
-        if self.suite.renders:  # a process holds one simulator, so a slot stays with its task while that has episodes
-            tasks = [self._queue[number].task_id for number in self._waiting]
-            place = tasks.index(self._task[slot]) if self._task[slot] in tasks else 0
-        return self._waiting.pop(place)
-
-    def _order(self, episodes: Sequence[InitState]) -> list[int]:
-        """Return the indices of episodes as they are given, or, where a process holds one simulator, tasks in turn."""
-        earlier: Counter[int] = Counter()
-        turns = []
-        for task, _ in episodes:
-            turns.append(earlier[task] if self.suite.renders else 0)
-            earlier[task] += 1
-        return sorted(range(len(episodes)), key=turns.__getitem__)
+        task = int(self._task[slot])
+        if task not in self._waiting:
+            running = Counter(self._task.tolist())
+            task = max(self._waiting, key=lambda other: len(self._waiting[other]) / (1 + running[other]))
+        numbers = self._waiting[task]
+        number = numbers.popleft()
+        if not numbers:
+            del self._waiting[task]
+        return number
 
     def _init_state(self, number: int) -> InitState:
         if self._queue is not None:
@@ -357,7 +369,7 @@ class SuiteVecEnv(VecEnv):
         """
         if state:
             raise EnvStateError(f"SuiteVecEnv has no state between episodes; this one holds {sorted(state)}.")
-        self._queue, self._waiting = [], []
+        self._queue, self._waiting = [], {}
         self._episode.fill(-1)
         self._task.fill(-1)
 

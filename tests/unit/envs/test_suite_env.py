@@ -408,6 +408,51 @@ def test_where_a_process_has_one_simulator_a_slot_stays_with_its_task(
         assert env.created == so_far
 
 
+def begun(env: SuiteVecEnv, tasks: tuple[int, ...]) -> list[list[int]]:
+    """Numbers of the episodes that run in each slot, step by step; every episode takes one step."""
+    env.assign([InitState(task, np.zeros(3)) for task in tasks])
+    env.reset()
+    found = []
+    while env.busy:
+        found.append(env.step(same(env, STILL)).metric["episode_id"].flatten().int().tolist())
+    return found
+
+
+def test_a_slot_without_a_task_takes_the_one_with_most_left_for_each_that_runs_it(make: Make) -> None:
+    env = make(RenderingSuite(num_tasks=3, horizon=5, radius=0.0), 3, max_cached_envs=6)
+    # Four of task 0, one of task 1, two of task 2. The first slot takes task 0, the second task 2 (2 left and no slot,
+    # against 3 and one), the third task 0 (3 and one, against 1 and none or 1 and one). Task 1 comes last.
+    assert begun(env, (0, 0, 0, 0, 1, 2, 2)) == [[0, 5, 1], [2, 6, 3], [4, -1, -1]]
+
+
+def test_simulators_that_share_a_process_run_episodes_in_the_order_given(make: Make) -> None:
+    env = make(PointSuite(num_tasks=3, horizon=5, radius=0.0), 3)
+    assert begun(env, (0, 0, 0, 0, 1, 2, 2)) == [[0, 1, 2], [3, 4, 5], [6, -1, -1]]
+
+
+class DiesAtTheLeft(PointSimulator):
+    def restore(self, state: NDArray[np.float64]) -> None:
+        if state[0] < 0:
+            os._exit(3)
+        super().restore(state)
+
+
+class FatalSuite(PointSuite):
+    renders = True
+
+    def make_simulator(self, task_id: int) -> Simulator:
+        return DiesAtTheLeft(GOALS[task_id], self.radius)
+
+
+def test_a_state_that_kills_its_simulator_costs_its_episodes_alone(make: Make) -> None:
+    env = make(FatalSuite(num_tasks=3, horizon=5, radius=0.0), 2, max_cached_envs=6)
+    fatal, good = InitState(0, np.array([-0.5, 0.0, 0.0])), [InitState(task, np.zeros(3)) for task in (0, 1, 2)]
+    outcomes = play(env, [*[fatal] * 8, *good * 2])
+    assert [number for number, outcome in outcomes.items() if outcome.lost] == [0, 1]  # one in each slot
+    assert sorted(outcomes) == [0, 1, *range(8, 14)]  # the other six were not begun
+    assert env.replaced == 2
+
+
 def test_a_killed_worker_is_replaced_and_its_episodes_are_lost(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     suite = PointSuite(num_tasks=3)
     episodes = starts(suite)
