@@ -141,14 +141,9 @@ def test_episodes_that_end_early_leave_the_others_alone() -> None:
     np.testing.assert_array_equal(results[0].episodes["truncated"], 1 - results[0].episodes["success_at_end"])
 
 
-class RenderingSuite(PointSuite):
-    """A process for every simulator, so that its environments choose among the episodes by their tasks."""
-
-    renders = True
-
-
 def test_episodes_of_a_suite_that_renders_come_in_the_order_of_their_starts() -> None:
-    suite = RenderingSuite(radius=0.6)
+    suite = PointSuite(radius=0.6)
+    suite.renders = True  # then an environment chooses among the episodes by their tasks
     starts = [InitState(task, state) for task in (0, 1) for state in suite.init_states(task)[:3]]
     results = [run(lambda n: SuiteVecEnv(suite, n), n, starts, go_to_the_goal) for n in (1, 4, 6)]
     assert_same(results)
