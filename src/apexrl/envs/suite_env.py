@@ -192,10 +192,10 @@ class SuiteVecEnv(VecEnv):
     def assign(self, episodes: Sequence[InitState]) -> None:
         """Let the next ``reset`` start these episodes; ``episode_id`` is the index in the list.
 
-        They begin in this order; an environment whose episode ends takes the next one. Of a suite that renders it takes
-        the next of the same task, which needs no other simulator, and where there is none, of the task that has most
-        left for each environment that runs it. Once there is none at all it idles: its observation stays,
-        ``truncated`` is true, ``episode_id`` -1 and ``control_steps`` 0.
+        They begin in this order, and an environment whose episode ends takes the next one. Where the suite renders, it
+        takes the next of its own task, which needs no other simulator, or else of the task that has most left for each
+        environment that runs it. Once there is none it idles: its observation stays, ``truncated`` is true,
+        ``episode_id`` -1 and ``control_steps`` 0.
 
         Raises:
             EnvError: when there is none, or one is of a task that the suite does not have.
