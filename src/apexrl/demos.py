@@ -193,7 +193,7 @@ def _record_task(
             "earlier state (--start)."
         )
     target = directory / f"{name}{SUFFIX}"
-    _write(target, suite, task_id, demos)
+    _write(target, suite, task_id, demos, "expert" if plans is None else "policy")
     return Recorded(target, len(demos), failures, sum(len(demo.actions) for demo in demos))
 
 
@@ -217,7 +217,7 @@ def _demonstrate(
     return None
 
 
-def _write(path: Path, suite: TaskSuite, task_id: int, demos: Sequence[_Demo]) -> None:
+def _write(path: Path, suite: TaskSuite, task_id: int, demos: Sequence[_Demo], demonstrator: str) -> None:
     """Write a file under another name, force it to the disk, and rename it."""
     name, instruction = suite.task_names[task_id], suite.instructions[task_id]
     temporary = path.with_name(f".{path.name}.part")
@@ -225,6 +225,7 @@ def _write(path: Path, suite: TaskSuite, task_id: int, demos: Sequence[_Demo]) -
         with _hdf5().File(temporary, "w") as file:
             data = file.create_group("data")
             data.attrs["num_demos"] = len(demos)
+            data.attrs["demonstrator"] = demonstrator
             data.attrs["total"] = sum(len(demo.actions) for demo in demos)
             data.attrs["env_args"] = json.dumps(
                 {"env_name": name, "type": "apexrl", "env_kwargs": {"suite": suite.name, "horizon": suite.horizon}}
@@ -292,22 +293,32 @@ def load_demos(
     assert isinstance(groups, gym.spaces.Dict)
     wanted = {name: box for name, box in groups.spaces.items() if name != INSTRUCTION_KEY}
     size = None if suite is None else int(np.prod(suite.action_space.shape))
-    parts: list[TensorDict] = []
-    for task_id, file in _files(Path(path), suite):
+    files = list(_files(Path(path), suite))
+    total = sum(_num_samples(file, per_task, size) for _, file in files)
+    samples, filled, demo_id = TensorDict(batch_size=[total]), 0, 0
+    for task_id, file in files:
         with _opened(file) as content:
             text = _instruction(content, file) if suite is None else suite.instructions[task_id]
             words = torch.from_numpy(encode_instruction(text).copy())
             for demo in _demos(content, file)[:per_task]:
                 part = _samples(demo, file, wanted, chunk, size)
-                part[OBSERVATION, INSTRUCTION_KEY] = words.expand(len(part), -1).clone()
+                part[OBSERVATION, INSTRUCTION_KEY] = words.expand(len(part), -1)
                 part[TASK_ID] = torch.full((len(part), 1), task_id)
-                part[DEMO_ID] = torch.full((len(part), 1), len(parts))
-                parts.append(part)
-    widths = {part[ACTION].shape[-1] for part in parts}
-    if len(widths) > 1:
-        raise ConfigError(f"{path}: the files hold actions of different sizes, {sorted(w // chunk for w in widths)}.")
-    samples: TensorDict = TensorDict.cat(parts)
+                part[DEMO_ID] = torch.full((len(part), 1), demo_id)
+                if not demo_id:
+                    samples = part.new_empty(torch.Size([total]))
+                widths = sorted({samples[ACTION].shape[-1] // chunk, part[ACTION].shape[-1] // chunk})
+                if len(widths) > 1:
+                    raise ConfigError(f"{path}: the files hold actions of different sizes, {widths}.")
+                samples[filled : filled + len(part)] = part
+                filled, demo_id = filled + len(part), demo_id + 1
     return samples
+
+
+def _num_samples(file: Path, per_task: int | None, size: int | None) -> int:
+    """Count before anything is read, for pictures may fill most of the memory: they are then read to their place."""
+    with _opened(file) as content:
+        return sum(len(_actions(demo, file, size)) for demo in _demos(content, file)[:per_task])
 
 
 def _files(path: Path, suite: TaskSuite | None) -> Iterator[tuple[int, Path]]:
@@ -373,16 +384,21 @@ def _instruction(content: h5py.File, file: Path) -> str:
     return str(text).strip().strip('"')
 
 
-def _samples(
-    demo: h5py.Group, file: Path, wanted: dict[str, gym.Space[Any]], chunk: int, size: int | None
-) -> TensorDict:
-    """Return one sample for every control step of a demonstration."""
+def _actions(demo: h5py.Group, file: Path, size: int | None) -> torch.Tensor:
     actions = torch.from_numpy(_read(demo, "actions", file).astype(np.float32))
     if actions.ndim != 2 or not len(actions) or (size is not None and actions.shape[1] != size):
         needed = "[n, A]" if size is None else f"[n, {size}]"
         raise ConfigError(f"{file}: {demo.name}/actions must be {needed}, got {list(actions.shape)}.")
     if not actions.isfinite().all():
         raise ConfigError(f"{file}: {demo.name}/actions holds numbers that are not finite.")
+    return actions
+
+
+def _samples(
+    demo: h5py.Group, file: Path, wanted: dict[str, gym.Space[Any]], chunk: int, size: int | None
+) -> TensorDict:
+    """Return one sample for every control step of a demonstration."""
+    actions = _actions(demo, file, size)
     count = len(actions)
     later = torch.arange(count).unsqueeze(-1) + torch.arange(chunk)
     obs = {name: _group(demo, name, box, file, count) for name, box in wanted.items()}
