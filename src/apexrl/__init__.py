@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from apexrl.collectors import SyncCollector as SyncCollector
     from apexrl.config import Config as Config
     from apexrl.config import load_config as load_config
-    from apexrl.demos import load_demos as load_demos
+    from apexrl.demo_samples import load_demos as load_demos
     from apexrl.demos import record_demos as record_demos
     from apexrl.envs import GymVecEnv as GymVecEnv
     from apexrl.envs import MujocoVecEnv as MujocoVecEnv
@@ -96,7 +96,8 @@ _HOME = {
         "SyncCollector",
     ),
     "config": ("Config", "load_config"),
-    "demos": ("load_demos", "record_demos"),
+    "demo_samples": ("load_demos",),
+    "demos": ("record_demos",),
     "envs": ("GymVecEnv", "MujocoVecEnv", "RslVecEnv", "VecEnv", "check_env", "make_env"),
     "envs.suite_env": ("SuiteVecEnv",),
     "envs.suites": ("TaskSuite", "make_suite"),

@@ -27,7 +27,7 @@ from apexrl.collectors import (
     SuiteRunner,
 )
 from apexrl.collectors.init_states import read_statistics
-from apexrl.demos import load_demos
+from apexrl.demo_samples import load_demos
 from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.envs.suites import make_suite
 from apexrl.errors import ConfigError

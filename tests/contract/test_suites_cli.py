@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +338,8 @@ OF_SUITE = "task: {benchmark_name: mt10}\nalgo: {name: ppo}\n"
         (["demos", "mt11"], ["SUITE has no 'mt11'", "mt10"]),
         (["demos", "mt10", "--tasks", "reach"], ["--tasks has 'reach'", "reach-v3"]),
         (["demos", "mt10", "--cameras", "nose"], ["--cameras has no 'nose'", "corner2"]),
+        (["demos", "mt10", "--tasks", "reach-v3, push-v3,reach-v3"], ["--tasks must name each task once", "push-v3"]),
+        (["demos", "mt10", "--image-size", "32"], ["--image-size", "--cameras"]),
         (["demos", "mt10", "--per-task", "60"], ["--per-task 60", "'mt10' has 50", "lower"]),
         (["demos", "mt10", "--start", "45"], ["--per-task 10", "--start 45", "needs 55", "has 50"]),
         (["demos", "mt10", "--start", "-1"], ["--start", "'-1'"]),
@@ -514,8 +516,15 @@ def _wait_for_lines(process: subprocess.Popen[str], run_dir: Path, count: int) -
 
 
 def _children(process: subprocess.Popen[str]) -> list[Path]:
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
     return [Path("/proc") / number for number in found.stdout.split()]
+
+
+def _gone(processes: Iterable[Path]) -> bool:
+    deadline = time.monotonic() + 20
+    while any(process.exists() for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(process.exists() for process in processes)
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
@@ -536,13 +545,37 @@ def test_signals_from_outside_leave_no_process_and_the_run_goes_on(
         assert f"apexrl train --resume {run_dir}" in output
         saved = checkpoint.load(checkpoint.latest(run_dir / "checkpoints"))
         assert saved["iteration"] == numbers(run_dir)[-1]["iteration"] < 5
-    deadline = time.monotonic() + 20
-    while any(worker.exists() for worker in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(worker.exists() for worker in workers)
+    assert _gone(workers)
     # Workers change where episodes run, not what they are.
     assert resume(run_dir) == 0
     assert_same_run(run_dir, whole)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("files", [0, 1], ids=["processes start", "processes record"])
+def test_ctrl_c_ends_a_recording_at_once_and_leaves_whole_files_alone(files: int, tmp_path: Path) -> None:
+    words = ["demos", "mt10", "--per-task", "45", "--num-workers", "2", "--output", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "apexrl.cli", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline, workers = time.monotonic() + 120, set[Path]()
+    while len(workers) < 3 or len(list(tmp_path.glob("*.hdf5"))) < files:  # two, and the one that tracks resources
+        workers = set(_children(process))
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert _gone(workers)
+    found = [path.name for path in tmp_path.iterdir()]
+    assert files <= len(found) < 6
+    assert all(name.endswith("-v3_demo.hdf5") and not name.startswith(".") for name in found)
 
 
 def test_a_finished_run_can_be_resumed_and_made_longer(whole: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def register(command: AddCommand) -> None:
     demos.add_argument("--output", type=Path, metavar="DIR", help="default demos/<suite>, or demos/<suite>_policy")
     demos.add_argument("--tasks", default="", metavar="NAMES", help="some tasks of the suite, such as reach-v3,push-v3")
     demos.add_argument("--cameras", default="", metavar="NAMES", help="also record pictures, such as corner2")
-    demos.add_argument("--image-size", type=positive, default=64, metavar="N", help="edge of the pictures, default 64")
+    demos.add_argument("--image-size", type=positive, metavar="N", help="edge of the pictures, default 64")
     demos.add_argument("--proprioception", action="store_true", help="leave places of objects out of the state")
     demos.add_argument("--num-workers", type=positive, metavar="N", help="processes; default one a core")
 
@@ -85,6 +85,10 @@ def _plot_adaptation(run_dir: Path, curve: Path) -> None:
     print(plot_adaptation(run_dir, curve.with_name(f"{run_dir.resolve().name}-adaptation{curve.suffix}")))
 
 
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def _demos(options: argparse.Namespace, _: Overrides) -> int:
     from apexrl.demos import Recorded, record_demos
     from apexrl.envs.mujoco_simulation import num_cores
@@ -92,6 +96,8 @@ def _demos(options: argparse.Namespace, _: Overrides) -> int:
     from apexrl.run import load_trained
     from apexrl.sections import SuiteConfig
 
+    if options.image_size and not options.cameras:
+        raise ConfigError("--image-size is of pictures, but --cameras names no camera that takes them; add one.")
     trained = None if options.policy is None else load_trained(options.policy)
     more: dict[str, Any] = {"privileged": False} if options.proprioception else {}
     own = trained.config.task if trained is not None else None
@@ -100,9 +106,9 @@ def _demos(options: argparse.Namespace, _: Overrides) -> int:
     try:
         suite = make_suite(
             options.suite,
-            [name for name in options.tasks.split(",") if name],
-            cameras=tuple(name for name in options.cameras.split(",") if name),
-            image_size=options.image_size,
+            _names(options.tasks),
+            cameras=tuple(_names(options.cameras)),
+            image_size=options.image_size or 64,
             **more,
         )
     except ConfigError as error:

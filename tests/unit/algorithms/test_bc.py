@@ -13,7 +13,8 @@ from tests.point_suite import PointSuite
 from torch import Tensor
 
 from apexrl.algorithms.bc import BC, BCConfig, randomly_moved
-from apexrl.demos import load_demos, record_demos
+from apexrl.demo_samples import load_demos
+from apexrl.demos import record_demos
 from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.errors import ConfigError, DivergenceError
 from apexrl.graphs import Acceleration

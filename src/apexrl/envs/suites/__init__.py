@@ -28,9 +28,11 @@ def make_suite(benchmark_name: str, task_names: Sequence[str] = (), **options: A
         **options: those of ``MetaWorldSuite`` or ``LiberoSuite``, such as ``horizon`` and ``cameras``.
 
     Raises:
-        ConfigError: for an unknown suite, task or option, with the nearest known one.
+        ConfigError: for an unknown suite, task or option, with the nearest known one, or a task named twice.
         EnvError: when the suite's package is not installed.
     """
+    if len(set(task_names)) < len(task_names):
+        raise ConfigError(f"task.task_names_to_use must name each task once, got {list(task_names)}.")
     if benchmark_name in _LIBERO:
         return _make("libero", "LiberoSuite", benchmark_name, task_names, options)
     known = _metaworld_tasks(benchmark_name)
