@@ -71,7 +71,8 @@ class SuiteConfig:
     step_timeout: float = 120.0
     """Seconds after which a simulator that does not answer is replaced and its episode discarded."""
     demos: str = ""
-    """Directory of demonstrations that ``apexrl demos`` made; for bc, and for rloo with imitation_coef."""
+    """Directory of demonstrations that ``apexrl demos`` made, or one file, whose task alone is then imitated; for bc,
+    and for rloo with imitation_coef."""
 
     def __post_init__(self) -> None:
         for name in ("num_parallel_envs", "max_cached_envs", "chunk", "image_size"):

@@ -65,7 +65,8 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         _finish(trainer, run.resumed_config(run_dir), run_dir)
     except (KeyboardInterrupt, SystemExit) as stop:
         console.close()
-        print(f"\nStopped at step {trainer.total_steps:,}. Resume with: apexrl train --resume {run_dir}")
+        where = f"iteration {trainer.iteration:,}, step {trainer.total_steps:,}"
+        print(f"\nStopped at {where}. Resume with: apexrl train --resume {run_dir}")
         return stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 130
     finally:
         trainer.close()
