@@ -79,8 +79,6 @@ class SuiteConfig:
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MAX_SUITE_SIZE:
                 raise ConfigError(f"task.{name} must be at least 1 and at most {MAX_SUITE_SIZE}, got {value}.")
-        if len(set(self.task_names_to_use)) < len(self.task_names_to_use):
-            raise ConfigError(f"task.task_names_to_use must name each task once, got {list(self.task_names_to_use)}.")
         if self.max_episode_length is not None and self.max_episode_length < 1:
             raise ConfigError(f"task.max_episode_length must be at least 1 or null, got {self.max_episode_length}.")
         if self.num_workers is not None and not 0 <= self.num_workers <= self.num_parallel_envs:

@@ -307,6 +307,7 @@ OF_SUITE = "task: {benchmark_name: mt10}\nalgo: {name: ppo}\n"
         ([*RUN, "--task.benchmark_name", "metaworld:reach"], ["task.benchmark_name", "metaworld:reach-v3"]),
         ([*RUN, "--task.task_names_to_use", "[handle]"], ["task.task_names_to_use", "'handle'", TASKS[0]]),
         ([*RUN, "--task.task_names_to_use", "reach-v3"], ["task.task_names_to_use", "list", "reach-v3"]),
+        ([*RUN, "--task.task_names_to_use", f"[{TASKS[0]}, {TASKS[0]}]"], ["task.task_names_to_use", "once", TASKS[0]]),
         ([*RUN, "--task.cameras", "[corner9]"], ["cameras", "corner9", "corner2"]),
         ([*RUN, "--task.cameras", "{a: 1}"], ["task.cameras", "list"]),
         ([*RUN, "--policy.kind", "gru"], ["policy.kind", "'vla', 'mlp'", "rloo", "gru"]),
