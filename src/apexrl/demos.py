@@ -108,12 +108,26 @@ def record_demos(
         for task_id in range(suite.num_tasks):
             done(task_id, _record_task(suite, task_id, directory, per_task, start, plans_of[task_id]))
     else:
-        context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
-        count = min(max(1, num_workers), suite.num_tasks)
-        # Where it draws, a new process for every task: a graphics context dies with its process.
-        with ProcessPoolExecutor(count, context, max_tasks_per_child=1 if suite.renders else None) as pool:
-            # Processes begin with what is blocked here: Ctrl-C is for this one, which then ends them.
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        _record_in_processes(suite, directory, per_task, start, plans_of, num_workers, done)
+    return {name: results[name] for name in suite.task_names}
+
+
+def _record_in_processes(
+    suite: TaskSuite,
+    directory: Path,
+    per_task: int,
+    start: int,
+    plans_of: Sequence[Mapping[int, NDArray[np.float32]] | None],
+    num_workers: int,
+    done: Callable[[int, Recorded], None],
+) -> None:
+    """Record every task in a process; Ctrl-C is for this one, which then ends the others at once."""
+    context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
+    count = min(max(1, num_workers), suite.num_tasks)
+    # Where it draws, a new process for every task: a graphics context dies with its process.
+    with ProcessPoolExecutor(count, context, max_tasks_per_child=1 if suite.renders else None) as pool:
+        try:
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # processes begin with what is blocked
             try:
                 tasks = {
                     pool.submit(_record_task, suite, task_id, directory, per_task, start, plans_of[task_id]): task_id
@@ -121,23 +135,21 @@ def record_demos(
                 }
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            try:
-                for future in as_completed(tasks):
-                    done(tasks[future], future.result())
-            except KeyboardInterrupt:
-                for process in set(multiprocessing.active_children()) - others:
-                    process.terminate()
-                pool.shutdown(cancel_futures=True)
-                for name in suite.task_names:
-                    _unfinished(directory / f"{name}{SUFFIX}").unlink(missing_ok=True)
-                raise
-            except BrokenProcessPool as error:
-                raise EnvError(
-                    f"A process that recorded '{suite.name}' died; use fewer workers (--num-workers)."
-                ) from error
-            finally:
-                pool.shutdown(cancel_futures=True)
-    return {name: results[name] for name in suite.task_names}
+            for future in as_completed(tasks):
+                done(tasks[future], future.result())
+        except KeyboardInterrupt:
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+            pool.shutdown(cancel_futures=True)
+            for name in suite.task_names:
+                _unfinished(directory / f"{name}{SUFFIX}").unlink(missing_ok=True)
+            raise
+        except BrokenProcessPool as error:
+            raise EnvError(
+                f"A process that recorded '{suite.name}' died; use fewer workers (--num-workers)."
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _check_plans(suite: TaskSuite, plans: Plans) -> None:

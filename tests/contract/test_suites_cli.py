@@ -565,6 +565,7 @@ sys.exit(main())
 @pytest.mark.parametrize("files", [0, 1], ids=["processes start", "processes record"])
 def test_ctrl_c_ends_a_recording_at_once_and_leaves_whole_files_alone(files: int, tmp_path: Path) -> None:
     words = ["demos", "mt10", "--per-task", "45", "--num-workers", "2", "--output", str(tmp_path)]
+    (tmp_path / ".window-close-v3_demo.hdf5.part").touch()  # what a process that is ended while it writes leaves
     process = subprocess.Popen(
         [sys.executable, "-c", AS_IN_A_TERMINAL, *words],
         stdout=subprocess.PIPE,
@@ -578,13 +579,14 @@ def test_ctrl_c_ends_a_recording_at_once_and_leaves_whole_files_alone(files: int
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.2)
+    before = len(list(tmp_path.glob("*.hdf5")))
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert _gone(workers)
     found = [path.name for path in tmp_path.iterdir()]
-    assert files <= len(found) < 6
+    assert before <= len(found) <= before + 1  # neither of the two tasks under way is finished first, but by chance
     assert all(name.endswith("-v3_demo.hdf5") and not name.startswith(".") for name in found)
 
 

@@ -1,6 +1,8 @@
 import json
 import re
+import signal
 from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +175,21 @@ def test_a_recording_that_breaks_off_leaves_the_old_file(tmp_path: Path, monkeyp
         record_demos(suite, tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["right_demo.hdf5"]
     assert (tmp_path / "right_demo.hdf5").read_bytes() == before
+
+
+def test_an_interrupt_while_processes_are_asked_for_records_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(pool: ProcessPoolExecutor, *arguments: Any) -> Future[Any]:
+        signal.raise_signal(signal.SIGINT)
+        return submit(pool, *arguments)
+
+    submit = ProcessPoolExecutor.submit
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run where it is ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            record_demos(PointSuite(num_tasks=2), tmp_path, 1, num_workers=2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not list(tmp_path.iterdir())
