@@ -26,7 +26,7 @@ COMMANDS = {
     "mt10_states_and_pictures": "python benchmarks/mt10.py",
     "ppo_gpu": "python benchmarks/ppo_gpu.py --iters 40",
     "ppo_mujoco": "python benchmarks/ppo_cpu.py --only-mujoco",
-    "ppo_learning": "python benchmarks/ppo_learning.py --seeds 0,1,2,3,4,5,6,7,8,9 --jobs 2",
+    "ppo_learning": "python benchmarks/ppo_learning.py --jobs 16",
     "roa_walker": "python benchmarks/roa.py --task walker --jobs 2 --device cpu",
     "sac_learning": "python benchmarks/sac.py learning",
     "sac_speed_cpu": "python benchmarks/sac.py speed",

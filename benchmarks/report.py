@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "versions": {name: _version(name) for name in packages},
-        "commit": _commit(),
+        "commit": commit(),
         **_command(),
         "date": datetime.now(UTC).date().isoformat(),
     }
@@ -42,10 +42,11 @@ def _command() -> dict[str, str]:
     return {"command": shlex.join(["python", f"benchmarks/{script.name}", *sys.argv[1:]])}
 
 
-def write(name: str, content: dict[str, Any]) -> Path:
-    """Write ``benchmarks/<name>.json``."""
-    path = Path(__file__).parent / f"{name}.json"
-    path.write_text(json.dumps({**content, **environment()}, indent=1) + "\n")
+def write(name: str, content: dict[str, Any], *, path: Path | None = None, commit: str | None = None) -> Path:
+    """Write ``benchmarks/<name>.json``, or another file; the commit where git does not know it."""
+    path = path or Path(__file__).parent / f"{name}.json"
+    known = {**environment(), **({"commit": commit} if commit else {})}
+    path.write_text(json.dumps({**content, **known}, indent=1) + "\n")
     return path
 
 
@@ -67,7 +68,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     try:
         command = ["git", "rev-parse", "--short", "HEAD"]
         return subprocess.run(

@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 import report
-from scipy import stats
 
 from apexrl.config import Config, make_config
 from apexrl.demos import record_demos
 from apexrl.envs.suites import make_suite
 from apexrl.evaluation import EvaluationResult
+from apexrl.intervals import wilson_interval
 from apexrl.loggers import Logger
 from apexrl.run import start
 
@@ -195,8 +195,7 @@ def measure(tasks: list[str], seeds: list[int], iterations: int, jobs: int) -> d
 def pooled(rows: list[dict[str, Any]], what: str) -> tuple[float, float, float]:
     """Return the mean success over the seeds, and Wilson's 95 % interval of all their episodes together."""
     successes, count = sum(row[what] for row in rows), len(rows) * EPISODES
-    interval = stats.binomtest(successes, count).proportion_ci(0.95, method="wilson")
-    return successes / count, float(interval.low), float(interval.high)
+    return successes / count, *wilson_interval(successes, count)
 
 
 def of(record: Mapping[str, Any], task: str, baseline: str) -> list[dict[str, Any]]:

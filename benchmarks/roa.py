@@ -40,6 +40,7 @@ from apexrl.agent import TrainingConfig
 from apexrl.config import Config, load_config
 from apexrl.envs import VecEnv
 from apexrl.graphs import Acceleration
+from apexrl.intervals import mean_interval
 from apexrl.models import MLPActor
 from apexrl.policies import Policy
 from apexrl.rollout import make_actor, rollout
@@ -290,13 +291,8 @@ def join(parts: dict[Job, dict[str, Any]], seed: int) -> dict[str, Any]:
 
 def interval(values: Any) -> float:
     """Half of the 95 % confidence interval of the mean over seeds."""
-    from scipy import stats
-
-    return (
-        float("nan")
-        if len(values) < 2
-        else float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5)
-    )
+    low, high = mean_interval(np.array(values))
+    return float(high - low) / 2
 
 
 def show(rows: list[dict[str, Any]], changes: tuple[str, ...]) -> None:

@@ -62,5 +62,8 @@ class PointSuite(TaskSuite):
         draw = np.random.default_rng([task_id, split == "val"])
         return [np.array([*draw.uniform(-0.9, 0.9, 2), 0.0]) for _ in range(self.num_states)]
 
+    def random_init_state(self, task_id: int, seed: Sequence[int]) -> NDArray[np.float64]:
+        return np.array([*np.random.default_rng([task_id, 2, *seed]).uniform(-0.9, 0.9, 2), 0.0])
+
     def make_simulator(self, task_id: int) -> Simulator:
         return PointSimulator(GOALS[task_id], self.radius)

@@ -23,7 +23,7 @@ algo: {{name: bc, num_updates: 200, batch_size: 64}}
 logging: {{log_interval: 50}}
 features: {{save_video: false}}
 """
-"""A file of a user: imitation with the networks of stage11_ript_vla, smaller."""
+"""A file of a user: imitation with the networks of RLOO below."""
 SMALL = {
     "task.benchmark_name": "mt50",
     "task.task_names_to_use": f"[{', '.join(TASKS)}]",
@@ -39,7 +39,12 @@ SMALL = {
 """Of every run here, whatever its algorithm."""
 RLOO = {
     **SMALL,
+    "policy.kind": "mlp",
     "policy.hidden_dims": "[64]",
+    "policy.actor_groups": "[state]",
+    "policy.init_std": "0.6",
+    "policy.normalize_obs": "true",
+    "algo.imitation_updates": "0",
     "algo.rloo_batch_size": "4",
     "algo.num_groups": "2",
     "algo.num_epochs": "1",
@@ -47,7 +52,7 @@ RLOO = {
     "training.num_train_steps": "2",
     "logging.log_freq": "0",
 }
-"""On top of the preset stage11_ript_vla."""
+"""On top of the preset stage11_ript_vla: a small mlp instead of its vla, without its imitation."""
 FAILING = {"task.max_episode_length": "10"}
 """Too short for any success."""
 

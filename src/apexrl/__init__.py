@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from apexrl.envs import RslVecEnv as RslVecEnv
     from apexrl.envs import VecEnv as VecEnv
     from apexrl.envs import check_env as check_env
+    from apexrl.envs import get_metric_specs_from_env as get_metric_specs_from_env
     from apexrl.envs import make_env as make_env
     from apexrl.envs.suite_env import SuiteVecEnv as SuiteVecEnv
     from apexrl.envs.suites import TaskSuite as TaskSuite
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from apexrl.metrics import EpisodeMetrics as EpisodeMetrics
     from apexrl.metrics import MetricSpec as MetricSpec
     from apexrl.metrics import aggregate_metrics as aggregate_metrics
-    from apexrl.metrics import get_metric_specs_from_env as get_metric_specs_from_env
     from apexrl.models import MLPActor as MLPActor
     from apexrl.models import MLPCritic as MLPCritic
     from apexrl.models import QEnsemble as QEnsemble
@@ -98,11 +98,11 @@ _HOME = {
     "config": ("Config", "load_config"),
     "demo_samples": ("load_demos",),
     "demos": ("record_demos",),
-    "envs": ("GymVecEnv", "MujocoVecEnv", "RslVecEnv", "VecEnv", "check_env", "make_env"),
+    "envs": ("GymVecEnv", "MujocoVecEnv", "RslVecEnv", "VecEnv", "check_env", "get_metric_specs_from_env", "make_env"),
     "envs.suite_env": ("SuiteVecEnv",),
     "envs.suites": ("TaskSuite", "make_suite"),
     "evaluation": ("EvaluationResult", "evaluate", "record_video"),
-    "metrics": ("EpisodeMetrics", "MetricSpec", "aggregate_metrics", "get_metric_specs_from_env"),
+    "metrics": ("EpisodeMetrics", "MetricSpec", "aggregate_metrics"),
     "models": ("MLPActor", "MLPCritic", "QEnsemble"),
     "policies": (
         "ActorCritic",

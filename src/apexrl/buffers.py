@@ -56,7 +56,7 @@ class ReplayBuffer:
         capacity: transitions to hold, rounded up to whole rows of N; memory is allocated by the first ``add``.
         device: where they are held; batches may come from another.
         priority_exponent: α in P(i) ∝ (|TD error| + 1e-6)^α; 0 draws uniformly.
-        importance_exponent: β in the weights (size · P(i))^−β / max over the batch.
+        importance_exponent: β in the weights (size · P(i))^−β / max over the batch; a tensor afterwards, to be filled.
     """
 
     required_keys = frozenset({OBSERVATION, ACTION, REWARD, TERMINATED, TRUNCATED, NEXT_OBSERVATION})
@@ -75,7 +75,9 @@ class ReplayBuffer:
             if value < 0:
                 raise ConfigError(f"algo.{name} must not be negative, got {value}.")
         self.capacity, self.device = capacity, torch.device(device)
-        self.priority_exponent, self.importance_exponent = priority_exponent, importance_exponent
+        self.priority_exponent = priority_exponent
+        # On the device, so that a captured sample follows it when it is annealed.
+        self.importance_exponent = torch.tensor(importance_exponent, dtype=torch.float64, device=self.device)
         self._storage: _Storage | None = None
         self._cursor = self._num_rows = 0
         # The same on the device, counted in transitions: sample reads these alone.

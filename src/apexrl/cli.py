@@ -6,7 +6,9 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from apexrl.commands import MODULES
 from apexrl.commands.common import Command, Overrides, Parser
@@ -39,7 +41,8 @@ Train robot policies with reinforcement learning.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; problems that the user can mend give one message and exit code 2."""
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
+        with _plain_warnings():
+            return _run(list(sys.argv[1:] if arguments is None else arguments))
     except ApexRLError as error:
         return _end(str(error), error)
     except BrokenPipeError:
@@ -61,6 +64,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("apexrl: interrupted.", file=sys.stderr)
         return 130
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Write warnings as one line, without the source that raised them."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"apexrl: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _end(message: str, error: Exception) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from apexrl.errors import ConfigError
 from apexrl.evaluation_result import EvaluationResult
-from apexrl.intervals import bootstrap_interval, mcnemar_test, sign_flip_test
+from apexrl.intervals import mcnemar_test, mean_interval, paired_rate_interval, sign_flip_test
 
 LEVEL = 0.05
 """How often a difference may be called real that is none, for all tests together."""
@@ -27,13 +28,20 @@ class Difference:
     difference: float
     """Mean of B − A over the pairs."""
     interval: tuple[float, float]
-    """95 %, of the difference: bootstrap over pairs."""
+    """95 %, of the difference: Student's t over pairs (NaN for one), of a rate Tango's score interval."""
     p_value: float
     """Of the exact test that there is no difference."""
     test: str
     only_a: int | None = None
     """Of a rate: pairs in which A alone succeeded."""
     only_b: int | None = None
+
+    @property
+    def is_none(self) -> bool:
+        """Whether A and B did the same in every pair."""
+        if self.only_a is not None:
+            return self.only_a == self.only_b == 0
+        return self.difference == 0 and not self.interval[0] < self.interval[1]
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class Comparison:
         """Say in a sentence whether the difference is real."""
         pairs = f"{self.num_pairs} paired episode{'s' if self.num_pairs > 1 else ''}"
         if not self.real:
-            if all(entry.interval == (0.0, 0.0) for entry in self.fields.values()):
+            if all(entry.is_none for entry in self.fields.values()):
                 return f"No real difference: A and B did the same in each of {pairs}."
             return f"No real difference: {pairs} cannot tell A and B apart."
         found = [
@@ -121,19 +129,24 @@ def compare(a: EvaluationResult, b: EvaluationResult) -> Comparison:
 
 def _mean_difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> Difference:
     d = b - a
+    low, high = mean_interval(d)
     return Difference(
-        float(a.mean()), float(b.mean()), float(d.mean()), bootstrap_interval(d), sign_flip_test(d), "paired sign flips"
+        float(a.mean()),
+        float(b.mean()),
+        float(d.mean()),
+        (float(low), float(high)),
+        sign_flip_test(d),
+        "paired sign flips",
     )
 
 
 def _rate_difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> Difference:
     only_a, only_b = int(((a > 0) & ~(b > 0)).sum()), int(((b > 0) & ~(a > 0)).sum())
-    d = b - a
     return Difference(
         float(a.mean()),
         float(b.mean()),
-        float(d.mean()),
-        bootstrap_interval(d),
+        float((b - a).mean()),
+        paired_rate_interval(only_a, only_b, len(a)),
         mcnemar_test(only_a, only_b),
         "McNemar, exact",
         only_a,
@@ -143,4 +156,4 @@ def _rate_difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> Differen
 
 def _plain(entry: Difference) -> dict[str, Any]:
     values = {name: value for name, value in asdict(entry).items() if value is not None}
-    return {**values, "interval": list(entry.interval)}
+    return {**values, "interval": None if math.isnan(entry.interval[0]) else list(entry.interval)}

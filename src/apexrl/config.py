@@ -17,7 +17,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from apexrl.agent.trainer import TrainingConfig
-from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BCConfig, PPOConfig
+from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BCConfig, PPOConfig, RLOOConfig
 from apexrl.errors import ConfigError, did_you_mean
 from apexrl.migrations import CONFIG_VERSION, VERSION, migrated_config
 from apexrl.sections import FeaturesConfig, LoggingConfig, PolicyConfig, SuiteConfig, TaskConfig, VLAConfig
@@ -54,14 +54,23 @@ class Config:
             raise ConfigError(f"algo.name '{self.algo.name}' needs {needs} got '{self.task.id}'.")
         if self.policy.kind == "vla" and isinstance(self.algo, BCConfig):
             self.algo.require_default_loss()
+        if isinstance(self.task, SuiteConfig) and isinstance(self.algo, RLOOConfig):
+            has_demos = self.task.num_demos or self.task.demos or self.training.init_from
+            if self.algo.imitation_updates and not has_demos:
+                raise ConfigError(
+                    "algo.imitation_updates needs demonstrations: set task.num_demos to record some with the suite's "
+                    f"scripted experts, or task.demos to a directory of them; got {self.task.num_demos} and ''."
+                )
         if self.training.collector == "ray" and self.task.num_envs % self.training.num_collectors:
             raise ConfigError(
                 f"task.num_envs must be a multiple of training.num_collectors ({self.training.num_collectors}) with "
                 f"training.collector ray, got {self.task.num_envs}."
             )
-        if is_suite and self.training.collector != "sync":
+        known = ("sync", "async") if self.algo.name == "rloo" else ("sync",)
+        if is_suite and self.training.collector not in known:
             raise ConfigError(
-                f"training.collector must be sync with task.benchmark_name, got '{self.training.collector}'."
+                f"training.collector must be {' or '.join(known)} with task.benchmark_name and algo.name "
+                f"{self.algo.name}, got '{self.training.collector}'."
             )
         self.algo.check_rollout(self.task.num_envs, keeps_sequences=self.policy.kind == "gru")
 
@@ -383,7 +392,7 @@ def _problem(section: str, entry: Any) -> str:
 
 def _require_known(name: str, parents: list[str], last: str) -> None:
     paths = field_paths()
-    if not parents or (name not in paths and parents[:2] != ["task", "kwargs"]):
+    if not parents or (name not in paths and parents[:2] not in (["task", "kwargs"], ["task", "metrics"])):
         raise ConfigError(f"Unknown option '--{name}'.{did_you_mean(name, paths)} 'apexrl train --help' lists all.")
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from apexrl.errors import ApexRLError, ConfigError
+from apexrl.seeding import POLICY, spawn_seed
 
 TIMEOUT_VARIABLE = "APEXRL_RANK_TIMEOUT"
 """Environment variable: seconds after which a process that does not answer counts as lost."""
@@ -28,8 +29,6 @@ DEFAULT_TIMEOUT = 600.0
 """A process that ends is noticed at once; this is for those that hang, and must outlast the slowest rollout."""
 PATIENCE = timedelta(days=1)
 """How long the others wait while process 0 evaluates or writes."""
-RANK_SEED_STEP = 7_368_787
-"""A prime, between the seeds of the random generators of two processes."""
 T = TypeVar("T")
 _patient: Any = None
 """The group in which processes wait for the work of the first one; None is the default group."""
@@ -163,10 +162,10 @@ def share_rounded(total: int, _: str) -> int:
     return -(-total // world_size())
 
 
-def seed_apart(seed: int) -> None:
-    """Let the global random generators of every process but the first draw numbers of their own."""
+def seed_apart(seed: int, total_steps: int = 0) -> None:
+    """Let the global random generators of every process but the first draw their own numbers, after so many steps."""
     if not is_first():
-        own = (seed + RANK_SEED_STEP * rank()) % 2**32
+        own = spawn_seed(seed, POLICY, rank(), total_steps)
         torch.manual_seed(own)
         random.seed(own)
         np.random.seed(own)

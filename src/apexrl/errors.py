@@ -38,6 +38,10 @@ class ExportError(ApexRLError, RuntimeError):
     """A policy cannot be exported, or what was exported acts differently."""
 
 
+class FewSamplesWarning(UserWarning):
+    """A confidence interval rests on fewer than five samples."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the nearest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

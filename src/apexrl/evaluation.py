@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from apexrl.errors import EnvError, RunDirError
 from apexrl.evaluation_result import EvaluationResult, StepRows, without_lost
 from apexrl.metrics import EpisodeMetrics, FinishedEpisodes, MetricSpec, fold_episodes
 from apexrl.policies.base import Policy
-from apexrl.rollout import initial_state, left_alone, make_actor, rollout
-from apexrl.types import METRIC, OBSERVATION, REWARD, TRUNCATED, Actor, Carry, Observation
+from apexrl.rollout import initial_state, left_alone, make_actor, new_episodes, rollout
+from apexrl.seeding import ENV, POLICY, spawn_seed
+from apexrl.types import DONE, METRIC, OBSERVATION, REWARD, TRUNCATED, Actor, Carry, Observation
 
 __all__ = [
     "EvaluationResult",
@@ -45,21 +46,25 @@ def evaluate(
     seed: int = 0,
     record_steps: bool = False,
     max_steps: int = 100_000,
+    events: Collection[str] = (),
     on_progress: Callable[[int], None] | None = None,
 ) -> EvaluationResult:
     """Run whole episodes and return what each gave.
 
     Every environment has its own quota of episodes, so short episodes are not favoured. The environment is reset with
-    the seed, and the global random state is left as it was.
+    the seed, and the global random state is left as it was. Where the environment cannot reset, the episode that runs
+    in each of its environments is left out.
 
     Args:
         env: environments for this evaluation alone.
         policy: evaluated as it is, normalisers frozen.
         num_episodes: in all.
         deterministic: take the mode of the action distribution instead of sampling.
-        seed: of the environments, and of sampling.
+        seed: of the environments, and of sampling, which draw from separate streams.
         record_steps: also return one row a step for each environment.
         max_steps: an environment that takes more steps than this for its quota stops the evaluation.
+        events: episode fields of events that the task is known to report, such as ``success_once``: they are 0 where no
+            episode of this evaluation reports them.
         on_progress: called with the number of episodes so far.
     """
     if num_episodes < 1:
@@ -69,11 +74,12 @@ def evaluate(
         num_episodes = min(num_episodes, env.num_distinct_episodes)
     quota = np.full(env.num_envs, num_episodes // env.num_envs)
     quota[: num_episodes % env.num_envs] += 1
-    counted = _Counted(quota, rows={index: [] for index in range(env.num_envs)} if record_steps else None)
-    with left_alone(policy, seed):
+    rows: StepRows | None = {index: [] for index in range(env.num_envs)} if record_steps else None
+    counted = _Counted(quota, rows, counts_first=env.can_reset)
+    with left_alone(policy, spawn_seed(seed, POLICY)):
         actor = make_actor(policy, env.device, deterministic=deterministic)
-        _run(env, actor, policy, env.reset(seed=seed), counted, max_steps, on_progress)
-    episodes = counted.episodes()
+        _run(env, actor, policy, env.reset(seed=spawn_seed(seed, ENV)), counted, max_steps, on_progress)
+    episodes = _with_events(counted.episodes(), counted.events, events)
     del episodes[_ENV], episodes[_CUT]
     return without_lost(episodes, env.task_names, counted.rows)
 
@@ -84,18 +90,21 @@ def evaluate_starts(
     starts: Sequence[int] | Sequence[InitState],
     *,
     max_steps: int = 100_000,
+    events: Collection[str] = (),
     on_progress: Callable[[int], None] | None = None,
 ) -> EvaluationResult:
     """Run one deterministic episode from each start; on a CPU the result is the same for any number of environments.
 
     Each episode depends on its start and on the policy alone, to the last bit: the policy acts for one environment at
-    a time, because a product of larger matrices rounds differently, and the environments have nothing in common.
+    a time, because a product of larger matrices rounds differently, and the environments have nothing in common. What
+    a policy draws even so, such as where a flow starts, is drawn from a stream of the episode's own.
 
     Args:
         env: environments for this evaluation alone, all of one kind; they run the episodes in groups.
         policy: evaluated as it is, normalisers frozen.
         starts: a seed for each episode; initial states for a suite.
         max_steps: an episode that takes more steps than this stops the evaluation.
+        events: as for ``evaluate``.
         on_progress: called with the number of episodes so far.
 
     Returns:
@@ -111,15 +120,18 @@ def evaluate_starts(
         own = SeparateEnvs(env, group_size(len(starts), env.num_envs))
     runner = own or env
     parts: list[dict[str, NDArray[np.float64]]] = []
+    found: set[str] = set()
     try:
-        with left_alone(policy, seed=0):
-            actor = _one_by_one(make_actor(policy, env.device, deterministic=True))
+        with left_alone(policy, spawn_seed(0, POLICY)):
+            actor = make_actor(policy, env.device, deterministic=True)
             for first in range(0, len(starts), runner.num_envs):
                 group = starts[first : first + runner.num_envs]
                 counted = _Counted(np.arange(runner.num_envs) < len(group))
                 tell = None if on_progress is None else _counting_on(on_progress, first)
-                _run(runner, actor, policy, _begin(runner, group), counted, max_steps, tell)
+                obs = _begin(runner, group)
+                _run(runner, _one_by_one(actor, _streams(runner, group)), policy, obs, counted, max_steps, tell)
                 episodes = counted.episodes()
+                found |= counted.events
                 # A suite chooses which of its environments begins with which episode.
                 place = episodes["episode_id" if isinstance(runner, SuiteVecEnv) else _ENV]
                 order = np.argsort(place)
@@ -128,7 +140,7 @@ def evaluate_starts(
     finally:
         if own is not None:
             own.close()
-    joined = _join(parts)
+    joined = _with_events(_join(parts), found, events)
     joined[TRUNCATED] = joined.pop(_CUT)
     del joined[_ENV]
     return without_lost(joined, env.task_names)
@@ -148,13 +160,30 @@ def _begin(env: VecEnv, group: Sequence[Any]) -> Observation:
     return env.reset_each([*group, *[group[-1]] * (env.num_envs - len(group))])
 
 
-def _one_by_one(actor: Actor) -> Actor:
-    """Let an actor see one environment at a time."""
+def _streams(env: VecEnv, group: Sequence[Any]) -> list[np.random.Generator]:
+    """Return for each environment the random numbers of the episode that runs in it, which follow from its start."""
+    numbers = env.running_episodes if isinstance(env, SuiteVecEnv) else range(env.num_envs)
+    streams = []
+    for number in numbers:
+        start = group[number if number < len(group) else -1]  # -1, the last, for what is not counted
+        entropy = start
+        if isinstance(start, InitState):
+            entropy = [start.task_id, *np.ascontiguousarray(start.init_state).view(np.uint32).tolist()]
+        # Apart from the numbers that the environment itself draws from its seed.
+        streams.append(np.random.default_rng(np.random.SeedSequence(entropy, spawn_key=(1,))))
+    return streams
+
+
+def _one_by_one(actor: Actor, streams: Sequence[np.random.Generator]) -> Actor:
+    """Let an actor see one environment at a time, each with its own random numbers."""
+
+    def act_alone(carry: Carry, index: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(int(streams[index].integers(2**63)))
+        # Copies, because where a row lies in memory decides how a product of matrices is computed.
+        return actor({name: value[index : index + 1].clone() for name, value in carry.items()})
 
     def act(carry: Carry) -> dict[str, torch.Tensor]:
-        num_envs = carry[OBSERVATION].shape[0]
-        # Copies, because where a row lies in memory decides how a product of matrices is computed.
-        rows = [actor({name: value[i : i + 1].clone() for name, value in carry.items()}) for i in range(num_envs)]
+        rows = [act_alone(carry, index) for index in range(len(streams))]
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
     return act
@@ -173,13 +202,16 @@ class _Counted:
 
     Args:
         quota: ``[N]``.
-        rows: where one row a step goes, when wanted.
+        rows: where one row per step goes, when wanted.
+        counts_first: whether the first episode of each environment counts; not where it had begun before.
     """
 
-    def __init__(self, quota: NDArray[Any], rows: StepRows | None = None) -> None:
-        self.quota, self.rows = quota.astype(np.int64), rows
+    def __init__(self, quota: NDArray[Any], rows: StepRows | None = None, *, counts_first: bool = True) -> None:
+        self.quota, self.rows, self.counts_first = quota.astype(np.int64), rows, counts_first
         self.taken, self._steps = np.zeros_like(self.quota), np.zeros_like(self.quota)
         self._parts: list[dict[str, NDArray[np.float64]]] = []
+        self.events: set[str] = set()
+        """The fields that are events."""
 
     @property
     def complete(self) -> bool:
@@ -192,16 +224,26 @@ class _Counted:
         rank = self.taken + ended.cumsum(0)
         keep = ended & (rank <= self.quota)
         self.taken += keep.sum(0)
+        self.events |= finished.events
         values = dict(zip(finished.value, table[1:], strict=True))
         self._steps += np.where(keep, values["episode_len"], 0.0).sum(0).astype(np.int64)
         self._parts.append({name: value[keep] for name, value in values.items()} | {_ENV: np.nonzero(keep)[1]})
 
     def episodes(self) -> dict[str, NDArray[np.float64]]:
-        """Return one value an episode for each field, and cut the rows to the steps of these episodes."""
+        """Return one value per episode for each field, and cut the rows to the steps of these episodes."""
         for index, env_rows in (self.rows or {}).items():
-            # Past its quota an environment goes on until the others are done.
-            del env_rows[self._steps[index] :]
+            # Past its quota an environment continues until the others are done.
+            first = self._first_step(env_rows)
+            env_rows[:] = env_rows[first : first + int(self._steps[index])]
+            for step, row in enumerate(env_rows):
+                row["step"] = step
         return _join(self._parts)
+
+    def _first_step(self, env_rows: list[dict[str, float]]) -> int:
+        """Return the first step of the first episode that counts."""
+        if self.counts_first:
+            return 0
+        return next((step + 1 for step, row in enumerate(env_rows) if row[DONE]), len(env_rows))
 
 
 def _run(
@@ -214,8 +256,9 @@ def _run(
     on_progress: Callable[[int], None] | None,
 ) -> None:
     """Step environments that were reset until every quota is full."""
-    carry: Carry = {OBSERVATION: obs, **initial_state(policy, env)}
-    episode_metrics, num_steps = EpisodeMetrics(), 0
+    running = new_episodes(env, policy, obs)
+    carry, episode_metrics, num_steps = running.carry, EpisodeMetrics(), 0
+    episode_metrics.unfinished = running.unfinished
     while not counted.complete:
         if num_steps >= max_steps:
             raise EnvError(
@@ -241,9 +284,25 @@ def _join(parts: Sequence[dict[str, NDArray[np.float64]]]) -> dict[str, NDArray[
     }
 
 
+def _with_events(
+    episodes: dict[str, NDArray[np.float64]], events: Collection[str], known: Collection[str]
+) -> dict[str, NDArray[np.float64]]:
+    """Count 0 for an event in the episodes that did not report it, if it is ``known`` or any episode did."""
+    never = np.full(len(episodes["return"]), np.nan)
+    filled = dict(episodes)
+    for name in [name for name in episodes if name in events] + sorted(set(known) - set(episodes)):
+        values = episodes.get(name, never)
+        if name in known or not np.isnan(values).all():
+            filled[name] = np.where(np.isnan(values), 0.0, values)
+    return filled
+
+
 def extend_rows(rows: StepRows, batch: TensorDict) -> None:
-    """Append one row a step and environment, bringing the whole batch to the host at once."""
-    columns = {"reward": batch[REWARD], **(dict(batch[METRIC].items()) if METRIC in batch else {})}
+    """Append one row per step and environment, bringing the whole batch to the host at once.
+
+    ``done`` is 1 at the last step of an episode.
+    """
+    columns = {"reward": batch[REWARD], DONE: batch[DONE], **(dict(batch[METRIC].items()) if METRIC in batch else {})}
     table = torch.stack([column.squeeze(-1).double() for column in columns.values()]).cpu().numpy()
     for index, env_rows in rows.items():
         start = len(env_rows)
@@ -253,12 +312,12 @@ def extend_rows(rows: StepRows, batch: TensorDict) -> None:
 
 
 def save_step_csvs(step_data_per_env: StepRows, directory: Path) -> list[Path]:
-    """Write ``env<M>/rewards.csv`` below ``directory``: one row a step; a value that is missing stays empty."""
+    """Write ``env<M>/rewards.csv`` below ``directory``: one row per step; a value that is missing stays empty."""
     paths = []
     for index, rows in step_data_per_env.items():
         path = directory / f"env{index}" / "rewards.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
-        names = dict.fromkeys(["step", "reward", "success", "fail", *(name for row in rows for name in row)])
+        names = dict.fromkeys(["step", "reward", DONE, "success", "fail", *(name for row in rows for name in row)])
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(names))
             writer.writeheader()
@@ -277,7 +336,7 @@ def record_video(
         env: only its first environment is drawn.
         policy: acts with the mode of its distribution.
         path: of the file.
-        seed: of the environments.
+        seed: of the environments, and of what the policy draws.
         num_episodes: one after another.
         fps: pictures a second; None for those of the environment, which show it as fast as it is.
     """
@@ -291,9 +350,11 @@ def record_video(
         temporary.unlink()
     except OSError as error:
         raise RunDirError(f"{path} cannot be written: {error.strerror}. Name another place.") from error
-    policy.eval()
     writer: Any
-    with imageio.get_writer(temporary, fps=fps or env.video_fps, macro_block_size=2) as writer:
+    with (
+        left_alone(policy, seed),
+        imageio.get_writer(temporary, fps=fps or env.video_fps, macro_block_size=2) as writer,
+    ):
 
         def act_and_draw(carry: Carry) -> dict[str, torch.Tensor]:
             writer.append_data(env.render(0))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apexrl.errors import EnvError
-from apexrl.intervals import bootstrap_interval, wilson_interval
+from apexrl.intervals import mean_interval, wilson_interval
 from apexrl.metrics import IDENTITY_FIELDS, evaluation_log_names
 from apexrl.types import TRUNCATED
 
@@ -22,9 +22,9 @@ StepRows = dict[int, list[dict[str, float]]]
 """Environment index -> one row a step."""
 
 
-@dataclass(frozen=True)
-class EvaluationResult:
-    """What every evaluated episode gave, and summaries of it. As a number it is the mean return."""
+@dataclass(frozen=True, eq=False)
+class EvaluationResult(float):
+    """What every evaluated episode gave, and summaries of it. It is a number, the mean return: compare and compute."""
 
     episodes: dict[str, NDArray[np.float64]]
     """Episode field -> one value an episode; NaN where a metric was never reported."""
@@ -34,6 +34,17 @@ class EvaluationResult:
     """Of an environment with several tasks."""
     num_lost: int = 0
     """Episodes that are not here because their worker died: they say nothing about the policy."""
+    sampled: EvaluationResult | None = field(default=None, repr=False)
+    """Of the same policy with sampled actions, when asked for. Where it earns more, mean actions get stuck."""
+
+    def __new__(cls, episodes: dict[str, NDArray[np.float64]], *_: Any, **__: Any) -> Self:
+        """Return the mean of the returns that are known, as a number."""
+        known = _known(episodes["return"])
+        return super().__new__(cls, known.mean() if len(known) else math.nan)
+
+    def __getnewargs__(self) -> tuple[Any]:
+        """Let copies and other processes create it from the episodes, as here."""
+        return (self.episodes,)
 
     @property
     def num_episodes(self) -> int:
@@ -46,11 +57,15 @@ class EvaluationResult:
         return float(known.mean()) if len(known) else math.nan
 
     def interval(self, name: str, confidence: float = 0.95) -> tuple[float, float]:
-        """Confidence interval of the mean: Wilson's for rates, the percentile bootstrap for other fields."""
+        """Confidence interval of the mean: Wilson's for rates, Student's t for other fields.
+
+        NaN for one episode, unless it is a rate. Fewer than five episodes warn.
+        """
         known = self._known(name)
         if name in RATE_FIELDS and len(known):
             return wilson_interval(int(known.sum()), len(known), confidence)
-        return bootstrap_interval(known, confidence) if len(known) else (math.nan, math.nan)
+        low, high = mean_interval(known, confidence) if len(known) > 1 else (math.nan, math.nan)
+        return float(low), float(high)
 
     def logs(self) -> dict[str, float]:
         """Return every mean under its log name, and the spread of the returns."""
@@ -64,6 +79,8 @@ class EvaluationResult:
             ("max", returns.max()),
         ):
             logs[f"eval/{name}_reward"] = float(value)
+        if self.sampled is not None:
+            logs["eval/sampled_return"] = self.sampled.mean("return")
         return logs
 
     def record(self) -> dict[str, Any]:
@@ -77,6 +94,9 @@ class EvaluationResult:
         if "success_once" in record:
             record["success_rate"] = record["success_once"]
             record["success_rate_interval"] = record["success_once_interval"]
+        if self.sampled is not None:
+            found = self.sampled._mean_and_interval("return")
+            record.update({f"sampled_{name}": value for name, value in found.items()})
         if tasks := self.per_task():
             record["per_task"] = {
                 name: {
@@ -94,10 +114,11 @@ class EvaluationResult:
         return record
 
     def _mean_and_interval(self, name: str) -> dict[str, Any]:
-        """Return both under their names; nothing where no episode reported the field."""
+        """Return both under their names; nothing where no episode reported the field, no interval where one did."""
         if name not in self.episodes or not len(self._known(name)):
             return {}
-        return {name: self.mean(name), f"{name}_interval": list(self.interval(name))}
+        bounds = self.interval(name)
+        return {name: self.mean(name), f"{name}_interval": None if math.isnan(bounds[0]) else list(bounds)}
 
     def per_task(self) -> dict[str, EvaluationResult]:
         """Return the episodes of each task that had any; nothing for an environment with one task."""
@@ -114,6 +135,8 @@ class EvaluationResult:
         if self.num_episodes > 1:
             low, high = self.interval("return")
             text += f" (95 % interval {low:.2f} to {high:.2f})"
+        if self.sampled is not None:
+            text += f", {self.sampled.mean('return'):.2f} with sampled actions"
         if "success_once" in self.episodes:
             text += f", success {100 * self.mean('success_once'):.1f} %"
             if self.num_episodes > 1:
@@ -123,18 +146,18 @@ class EvaluationResult:
         text += f", over {self.num_episodes} episode{'s' if self.num_episodes > 1 else ''}"
         return f"{text} ({self.num_lost} more lost: their workers died)" if self.num_lost else text
 
-    def __float__(self) -> float:
-        return self.mean("return")
-
     def __format__(self, spec: str) -> str:
-        return format(float(self), spec) if spec else self.summary()
+        return super().__format__(spec) if spec else self.summary()
 
     def __str__(self) -> str:
         return self.summary()
 
     def _known(self, name: str) -> NDArray[np.float64]:
-        values = self.episodes[name]
-        return values[~np.isnan(values)]
+        return _known(self.episodes[name])
+
+
+def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return values[~np.isnan(values)]
 
 
 def without_lost(

@@ -79,7 +79,7 @@ class DeployedPolicy(nn.Module):
         self.policy = policy
         self.has_groups = not isinstance(obs, Tensor)
         self.paths = read_paths(policy, obs)
-        self.state_names = list(policy.initial_state(1))
+        self.state_names = list(policy.initial_memory(1))
         self.has_bounds = isinstance(action_space, gym.spaces.Box)
         if isinstance(action_space, gym.spaces.Box):
             self.register_buffer("low", torch.as_tensor(action_space.low, dtype=torch.float32).flatten())
@@ -195,7 +195,7 @@ def write_policy(
 def _write(model: DeployedPolicy, batch: TensorDict, name: str, path: Path) -> float:
     """Write one format and try it; returns the largest difference."""
     num_envs = batch.shape[1]
-    inputs = [*_observations(model, batch[0]), *model.policy.initial_state(num_envs).values()]
+    inputs = [*_observations(model, batch[0]), *model.policy.initial_memory(num_envs).values()]
     written = _WRITERS[name](model, inputs, path)
     difference = float(np.max([largest_difference(written, model, batch[:, :width]) for width in (num_envs, 1)]))
     if not difference < TOLERANCE:  # also when it is not a number
@@ -223,7 +223,7 @@ def read_paths(policy: Policy, obs: Observation) -> list[str]:
     def acts_without(path: str) -> bool:
         try:
             rest = obs.exclude(tuple(path.split(".")))
-            policy.act({OBSERVATION: rest, **policy.initial_state(len(obs))}, deterministic=True)
+            policy.act({OBSERVATION: rest, **policy.initial_memory(len(obs))}, deterministic=True)
         except KeyError:
             return False
         return True
@@ -236,7 +236,7 @@ def largest_difference(exported: Model, model: DeployedPolicy, batch: TensorDict
 
     The exported model lives from its own recurrent state, zero where an episode starts.
     """
-    states: Sequence[Tensor] = list(model.policy.initial_state(batch.shape[1]).values())
+    states: Sequence[Tensor] = list(model.policy.initial_memory(batch.shape[1]).values())
     differences = []
     for step in batch.unbind(0):
         action, *states = exported([*_observations(model, step), *states])

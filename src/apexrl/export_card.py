@@ -57,7 +57,7 @@ def inputs_and_outputs(policy: Policy, paths: Sequence[str], env: VecEnv, step: 
         }
         for path in paths
     ]
-    states = policy.initial_state(1)
+    states = policy.initial_memory(1)
     inputs += [
         {**_layout(name, state), "meaning": f"memory: zeros when an episode starts, then next_{name} of the last call"}
         for name, state in states.items()

@@ -174,6 +174,8 @@ def _first_signal() -> Iterator[Callable[[], signal.Signals | None]]:
 class _PipeLogger(Logger):
     """Tells the process that started this one, and stops training when that says so."""
 
+    shows_stages = True
+
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.seen: dict[str, float] = {}
@@ -241,7 +243,7 @@ def _train(job: Job, logger: _PipeLogger) -> dict[str, Any]:
             on_progress=lambda _: logger.progress({"total_steps": trainer.total_steps}, 1.0),
         )
         if isinstance(make_config(job.config).task, SuiteConfig):
-            write_final_results(job.run_dir, trainer.iteration, trainer.total_steps)
+            write_final_results(job.run_dir, trainer.iteration, trainer.total_steps, trainer.optimizer_steps)
         return {"step": trainer.total_steps, **result.record(), "logged": logger.seen}
     finally:
         trainer.close()

@@ -7,8 +7,8 @@ device; after the rollout ``aggregate_metrics`` folds the storage once into the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,16 +26,23 @@ RESERVED_NAMES = frozenset({"reward", "done", "return", "episode_len", "success_
 """Fields that every episode has; no metric may take their names."""
 
 
+_EVENT_FIELDS = {"success": ("success_once", "success_at_end"), "fail": ("fail_once",)}
+
+
 IDENTITY_FIELDS = ("task_id", "episode_id")
 """Metrics that say which episode it was; their means mean nothing and are not logged."""
+
+
+TASK_SUCCESS = "success_once of "
+"""Begins the name of an episode field that is the success of one task of several; the task's name follows."""
 
 
 @dataclass(frozen=True)
 class MetricSpec:
     """Declares one metric of a task.
 
-    The names ``success`` and ``fail`` are special: an episode reports ``success_once`` (at any step),
-    ``success_at_end`` (at its last step) and ``fail_once`` instead of one folded number.
+    The names ``success`` and ``fail`` are special: both are events, and an episode reports ``success_once`` (at any
+    step), ``success_at_end`` (at its last step) and ``fail_once`` instead of one folded number.
     """
 
     name: str
@@ -43,8 +50,13 @@ class MetricSpec:
     """How the steps of an episode become one number."""
     group: str = "reward"
     """The prefix under which training logs it; evaluation logs it under ``eval_reward/``."""
+    event: bool = False
+    """Reported only when it happens: once it was reported at all, an ended episode that did not report it counts 0.
+    Without this, such an episode is left out of the mean."""
 
     def __post_init__(self) -> None:
+        if self.name in _EVENT_FIELDS:
+            object.__setattr__(self, "event", True)
         if self.name in RESERVED_NAMES:
             raise ConfigError(
                 f"A metric cannot be called '{self.name}': every episode has a field of that name. Rename it."
@@ -54,10 +66,10 @@ class MetricSpec:
                 f"MetricSpec.reduce of '{self.name}' must be one of {get_args(Reduce)}, got '{self.reduce}'."
             )
 
-
-def get_metric_specs_from_env(env: Any) -> dict[str, MetricSpec]:
-    """Return the metrics that an environment's task declares, by name."""
-    return dict(env.metric_specs)
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The episode fields that it becomes."""
+        return _EVENT_FIELDS.get(self.name, (self.name,))
 
 
 @dataclass(frozen=True)
@@ -68,16 +80,65 @@ class FinishedEpisodes:
     """``[K, N]`` bool: which entries are real."""
     value: dict[str, Tensor]
     """``[K, N]`` float64 for each episode field; NaN where a metric was never reported."""
+    events: frozenset[str]
+    """The fields among them that are events: NaN there means that none was reported before the end of the rollout."""
 
 
-class EpisodeMetrics:
-    """What unfinished episodes have so far, and running totals of the finished ones, all on the device."""
+class EpisodeMetrics(Mapping[str, Tensor]):
+    """What unfinished episodes have so far, and running totals of the finished ones, all on the device.
 
-    def __init__(self) -> None:
+    As a mapping it holds the episode fields: ``episode_metrics["return"]`` are the returns of the episodes finished
+    since ``clear``, ``[E]``, where they are kept, else their mean, ``[1]``. ``"success"`` and ``"fail"`` are
+    ``success_once`` and ``fail_once``. Values that are not known are left out.
+
+    Args:
+        keep_episodes: keep the values of every finished episode until ``clear``.
+    """
+
+    def __init__(self, keep_episodes: bool = False) -> None:
+        self.finished: list[FinishedEpisodes] | None = [] if keep_episodes else None
         self.unfinished: dict[str, Tensor] = {}
         """``[N]`` partial sums and extremes of the running episodes."""
         self.totals: dict[str, Tensor] = {}
         """``[2]`` sum and count over finished episodes since ``clear``."""
+        self.specs: dict[str, MetricSpec] = {}
+        """Every metric folded so far; one that an environment reports again only later keeps its place."""
+        self.reported: dict[str, Tensor] = {}
+        """``[]`` bool: whether an event was ever reported."""
+
+    def events(self) -> set[str]:
+        """Return the episode fields of the events that were ever reported; reads them from the device."""
+        reported = to_host(self.reported)
+        return {field for name in self.reported if reported[name] for field in self.specs[name].fields}
+
+    def __getitem__(self, name: str) -> Tensor:
+        field = {"success": "success_once", "fail": "fail_once"}.get(name, name)
+        if field not in self.totals:
+            raise KeyError(f"No episode has reported '{name}'; there are {list(self)}.")
+        if self.finished is None:
+            return self.means()[field].view(1)
+        value = self.episodes()[field]
+        return value[~value.isnan()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.totals)
+
+    def __len__(self) -> int:
+        return len(self.totals)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def episodes(self) -> dict[str, Tensor]:
+        """Return what is kept: each field of the episodes finished since ``clear``, ``[E]``; NaN where not known."""
+        columns: dict[str, list[Tensor]] = {name: [] for name in self.totals}
+        for part in self.finished or ():
+            unknown = torch.full_like(part.value["episode_len"], torch.nan)
+            for name, column in columns.items():
+                column.append(part.value.get(name, unknown)[part.ended])
+        joined = {name: torch.cat(column) if column else torch.empty(0) for name, column in columns.items()}
+        # An event may have been reported for the first time after these episodes.
+        return joined | {name: joined[name].nan_to_num(0.0) for name in self.events() if name in joined}
 
     def means(self) -> dict[str, Tensor]:
         """Mean of each episode field over the episodes finished since ``clear``; NaN when there were none."""
@@ -85,6 +146,20 @@ class EpisodeMetrics:
             return {}
         sums, counts = torch.stack(list(self.totals.values())).unbind(-1)
         return dict(zip(self.totals, (sums / counts).unbind(), strict=True))
+
+    def add_task_success(self, success: Tensor, task: Tensor, task_names: Sequence[str]) -> None:
+        """Add up the successes of finished episodes, those of each task as a field of its own.
+
+        Args:
+            success: whether each succeeded, ``[E]``.
+            task: the index of its task, ``[E]``.
+            task_names: of all tasks.
+        """
+        pairs = torch.stack((success.double(), torch.ones_like(success, dtype=torch.double)), -1)
+        totals = pairs.new_zeros(len(task_names), 2).index_add_(0, task, pairs)
+        for name, total in zip(task_names, totals, strict=True):
+            field = f"{TASK_SUCCESS}{name}"
+            self.totals[field] = self.totals[field] + total if field in self.totals else total
 
     def count(self, name: str) -> Tensor:
         """Return how many finished episodes the mean of a field stands for."""
@@ -94,22 +169,34 @@ class EpisodeMetrics:
         """Forget the finished episodes; running ones are kept."""
         for total in self.totals.values():
             total.zero_()
+        if self.finished is not None:
+            self.finished.clear()
 
     def restart(self) -> None:
         """Forget the running episodes, because they were cut."""
         self.unfinished = {}
 
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return running and finished totals as plain tensors."""
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return running and finished totals as plain tensors, and the metrics as plain values."""
         return {
             "unfinished": {name: value.clone() for name, value in self.unfinished.items()},
             "totals": {name: value.clone() for name, value in self.totals.items()},
+            "reported": {name: value.clone() for name, value in self.reported.items()},
+            "specs": {name: asdict(spec) for name, spec in self.specs.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
         """Continue from ``state_dict``."""
         self.unfinished = {name: value.to(device) for name, value in state["unfinished"].items()}
         self.totals = {name: value.to(device) for name, value in state["totals"].items()}
+        # Checkpoints before format 6 have neither.
+        self.reported = {name: value.to(device) for name, value in state.get("reported", {}).items()}
+        self.specs = {name: MetricSpec(**values) for name, values in state.get("specs", {}).items()}
+
+
+def begun_before(num_envs: int, device: torch.device) -> dict[str, Tensor]:
+    """Return ``EpisodeMetrics.unfinished`` of episodes whose first steps nobody counted: they are left out."""
+    return {"episode_len": torch.full((num_envs,), torch.nan, dtype=torch.double, device=device)}
 
 
 class _Segments:
@@ -150,29 +237,61 @@ def aggregate_metrics(
     """Fold the steps of one rollout into episodes; episodes that span rollouts are counted whole.
 
     Args:
-        metrics_storage: ``reward``, ``done`` and every metric of the rollout, ``[T, N, 1]``.
+        metrics_storage: ``done`` (or ``done_mask``), ``reward`` and every metric of the rollout, ``[T, N]`` or ``[T, N,
+            1]``. Without ``reward`` the episodes have no ``return`` and no ``reward``.
         metric_specs: how each metric folds; one that is not in the storage is left out.
         episode_metrics: receives partial sums of running episodes and totals of the finished ones.
+
+    Raises:
+        KeyError: when the storage has neither ``done`` nor ``done_mask``.
     """
-    steps = {name: value.squeeze(-1).double() for name, value in metrics_storage.items() if name != DONE}
-    segments = _Segments(metrics_storage[DONE].squeeze(-1), episode_metrics.unfinished)
-    reward = steps[REWARD]
-    episode = {"return": segments.reduce("return", reward, "sum")}
-    episode["episode_len"] = segments.reduce("episode_len", torch.ones_like(reward), "sum")
-    episode["reward"] = episode["return"] / episode["episode_len"]
-    unknown = torch.full_like(reward, torch.nan)
-    for name, spec in metric_specs.items():
+    steps = {name: value.reshape(value.shape[:2]) for name, value in metrics_storage.items()}
+    done = steps.pop(DONE) if DONE in steps else steps.pop("done_mask", None)
+    if done is None:
+        raise KeyError(f"aggregate_metrics needs 'done' or 'done_mask'; the storage has {sorted(steps)}.")
+    steps = {name: value.double() for name, value in steps.items()}
+    segments = _Segments(done.bool(), episode_metrics.unfinished)
+    one = torch.ones_like(done, dtype=torch.double)
+    episode: dict[str, Tensor] = {}
+    if REWARD in steps:
+        episode["return"] = segments.reduce("return", steps[REWARD], "sum")
+    episode["episode_len"] = segments.reduce("episode_len", one, "sum")
+    if REWARD in steps:
+        episode["reward"] = episode["return"] / episode["episode_len"]
+    unknown = torch.full_like(one, torch.nan)
+    events: dict[str, Tensor] = {}
+    episode_metrics.specs.update(metric_specs)
+    for name, spec in episode_metrics.specs.items():
         # One that was reported before, but not in this rollout, still belongs to episodes that end in it.
-        if name in steps or f"{name}/seen" in episode_metrics.unfinished:
-            episode.update(_fold(spec, steps.get(name, unknown), segments))
+        if name in steps or f"{name}/seen" in episode_metrics.unfinished or name in episode_metrics.reported:
+            x = steps.get(name, unknown)
+            fields = _fold(spec, x, segments)
+            if spec.event:
+                reported = _note_report(episode_metrics, name, x)
+                fields = {field: torch.where(reported & v.isnan(), 0.0, v) for field, v in fields.items()}
+                events.update(dict.fromkeys(fields, reported))
+            episode.update(fields)
+    totals, ended = episode_metrics.totals, segments.ended & ~episode["episode_len"].isnan()
     for name, value in episode.items():
-        real = segments.ended & ~value.isnan()
+        real = ended & ~value.isnan()
         total = torch.stack((torch.where(real, value, 0.0).sum(), real.sum()))
-        if name in episode_metrics.totals:
-            episode_metrics.totals[name].add_(total)
-        else:
-            episode_metrics.totals[name] = total
-    return FinishedEpisodes(segments.ended, episode)
+        totals[name] = totals[name].add_(total) if name in totals else total
+        if name in events:
+            # Also the episodes that ended before its first report, since ``clear``.
+            totals[name][1] = totals["episode_len"][1] * events[name]
+    finished = FinishedEpisodes(ended, episode, frozenset(events))
+    if episode_metrics.finished is not None:
+        episode_metrics.finished.append(finished)
+    return finished
+
+
+def _note_report(episode_metrics: EpisodeMetrics, name: str, x: Tensor) -> Tensor:
+    """Return whether an event was reported up to the end of these steps."""
+    known = (~x.isnan()).any()
+    # In place where it exists, as for the unfinished episodes.
+    before = episode_metrics.reported.get(name)
+    episode_metrics.reported[name] = known if before is None else before.logical_or_(known)
+    return episode_metrics.reported[name]
 
 
 def fold_episodes(
@@ -224,6 +343,8 @@ _TRAINING_ALIASES = {"return": "episode/mean_reward", "episode_len": "episode/me
 
 def training_log_names(field: str, specs: Mapping[str, MetricSpec]) -> list[str]:
     """Names under which training logs an episode field."""
+    if field.startswith(TASK_SUCCESS):
+        return [f"rollout/success_rate/{field.removeprefix(TASK_SUCCESS)}"]
     if field not in _FIELD_NAMES:
         return [f"{specs[field].group}/{field}"] if field in specs else [f"reward/{field}"]
     names = [f"rollout/{name}" for name in _FIELD_NAMES[field]]
@@ -252,31 +373,43 @@ def to_host(values: Mapping[str, Tensor | float]) -> dict[str, float]:
     return {name: host[name] for name in values}
 
 
+ENDED_EPISODES = "rollout/episode_len"
+"""The log name whose weight is the number of ended episodes."""
+
+
 @dataclass(frozen=True)
 class Weighted:
     """A mean, and how many numbers it stands for; the weight is asked for only where several processes learn."""
 
     mean: Tensor
     weight: Callable[[], Tensor | float]
+    event: bool = False
+    """Whether it is 0 for the ended episodes of a process that does not know it, once another does."""
 
 
 def merged_to_host(values: Mapping[str, Tensor | Weighted]) -> dict[str, float]:
     """Bring many scalars to the host, as means over all processes: Σ w x / Σ w over those that know the number.
 
-    A name that one process alone knows, and a mean of nothing (NaN), are no problem.
+    A name that one process alone knows, and a mean of nothing (NaN), are no problem: its process is left out, or counts
+    0 for each of its ended episodes where the name is an event.
     """
     means = {name: value.mean if isinstance(value, Weighted) else value for name, value in values.items()}
     if distributed.world_size() == 1:
         return to_host(means)
     weights = {f"{name} weight": value.weight() for name, value in values.items() if isinstance(value, Weighted)}
-    everyone = distributed.gather(to_host({**means, **weights}))
+    flagged = [name for name, value in values.items() if isinstance(value, Weighted) and value.event]
+    everyone = distributed.gather((to_host({**means, **weights}), flagged))
+    events = {name: 0.0 for host, names in everyone for name in names if not math.isnan(host[name])}
     sums: dict[str, float] = {}
     totals: dict[str, float] = {}
-    for host in everyone:
-        for name in (name for name in host if not name.endswith(" weight")):
-            weight = host.get(f"{name} weight", 1.0)
-            known = weight > 0 and not math.isnan(host[name])
-            sums[name] = sums.get(name, 0.0) + (weight * host[name] if known else 0.0)
+    for host, _ in everyone:
+        for name in (name for name in {**events, **host} if not name.endswith(" weight")):
+            is_event = name in events
+            weight = host.get(f"{ENDED_EPISODES if is_event else name} weight", 0.0 if is_event else 1.0)
+            value = host.get(name, math.nan)
+            value = 0.0 if is_event and math.isnan(value) else value
+            known = weight > 0 and not math.isnan(value)
+            sums[name] = sums.get(name, 0.0) + (weight * value if known else 0.0)
             totals[name] = totals.get(name, 0.0) + (weight if known else 0.0)
     return {name: value / totals[name] if totals[name] else math.nan for name, value in sums.items()}
 

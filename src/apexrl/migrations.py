@@ -38,6 +38,11 @@ def _config_5(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def _config_6(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields were added; where a file does not have one, its default applies."""
+    return config
+
+
 def _checkpoint_2(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Adam's moments are called mean and square, its step count steps; they had PyTorch's names."""
     names = {"exp_avg": "mean", "exp_avg_sq": "square", "step": "steps"}
@@ -75,8 +80,33 @@ def _checkpoint_5(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return checkpoint
 
 
-CONFIG_MIGRATIONS: tuple[Migration, ...] = (_config_2, _config_3, _config_4, _config_5)
-CHECKPOINT_MIGRATIONS: tuple[Migration, ...] = (_checkpoint_2, _checkpoint_3, _checkpoint_4, _checkpoint_5)
+def _checkpoint_6(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """RLOO stores where its schedule stands; until then that was in the step size alone, times the warm-up.
+
+    Optimizer steps are counted; how many an older run took is not known. SAC's importance exponent rises over training;
+    an older run keeps its own.
+    """
+    algorithm = checkpoint.get("algorithm")
+    if isinstance(algorithm, dict) and "log_temperature" in algorithm and "final_importance" not in algorithm:
+        exponent = algorithm["config"].get("importance_exponent", 0.4)
+        algorithm["importance_exponent"] = torch.tensor(exponent, dtype=torch.float64)
+        algorithm["final_importance"] = exponent
+    if isinstance(algorithm, dict) and "guard" in algorithm and "rate" not in algorithm:
+        steps, warmup = algorithm["num_steps"], algorithm["config"].get("warmup_steps", 0)
+        warm = min(1.0, steps / warmup) if steps and warmup else 1.0
+        algorithm["rate"] = float(algorithm["optimizer"]["learning_rate"]) / warm
+    checkpoint.setdefault("optimizer_steps", None)
+    return checkpoint
+
+
+CONFIG_MIGRATIONS: tuple[Migration, ...] = (_config_2, _config_3, _config_4, _config_5, _config_6)
+CHECKPOINT_MIGRATIONS: tuple[Migration, ...] = (
+    _checkpoint_2,
+    _checkpoint_3,
+    _checkpoint_4,
+    _checkpoint_5,
+    _checkpoint_6,
+)
 CONFIG_VERSION = 1 + len(CONFIG_MIGRATIONS)
 CHECKPOINT_FORMAT = 1 + len(CHECKPOINT_MIGRATIONS)
 

@@ -54,7 +54,10 @@ class FlatAdam:
     ) -> None:
         trained = [(name, p) for name, p in named_parameters if p.requires_grad]
         if not trained:
-            raise ConfigError("Nothing is left to train: shorten policy.freeze.")
+            raise ConfigError(
+                "Nothing is left to train: no parameter needs a gradient. Shorten policy.freeze, or give the policy "
+                "parameters."
+            )
         together = [(name, p) for name, p in trained if apart is None or not name.startswith(apart)]
         self.parameters = dict(together + [pair for pair in trained if pair[0] not in dict(together)])
         self._num_together = sum(p.numel() for _, p in together)

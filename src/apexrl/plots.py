@@ -8,6 +8,7 @@ from typing import Any
 
 from apexrl import files, seeds
 from apexrl.errors import ConfigError, RunDirError
+from apexrl.intervals import iqm, iqm_interval
 from apexrl.records import Estimate, Log, read_log
 
 _PANELS = (
@@ -77,11 +78,11 @@ class _Run:
         if self.is_seeds:
             steps, values = seeds.curve(self.logs, training_name, evaluation_name)
             if len(steps):
-                low, high = seeds.iqm_interval([values], axis=0)
+                low, high = iqm_interval(values[:, None])
                 axis.plot(steps, values.T, color=color, alpha=0.25, linewidth=0.8)
                 axis.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
                 label = f"{self.name}, interquartile mean of {len(values)} seeds, 95 % interval"
-                axis.plot(steps, seeds.iqm(values, axis=0), color=color, linewidth=1.8, label=label)
+                axis.plot(steps, iqm(values), color=color, linewidth=1.8, label=label)
             return
         for log in self.logs:
             if points := log.trained(training_name):

@@ -130,11 +130,10 @@ def columns(
     """Return name -> one value a line, NaN where a line does not have it, of the names, or all, that have any."""
     found = {}
     for name in names or dict.fromkeys(name for line in lines for name in line):
-        is_rate = name in _SHARES or (name.startswith("rollout/") and name.removeprefix("rollout/") in _RATES)
-        values = np.full(len(lines), math.nan)
+        is_log, values = name.startswith(("rollout/", "time/")), np.full(len(lines), math.nan)
         for index, line in enumerate(lines):
             if name in line:
-                value = _checked(line[name], name, damage, is_rate=is_rate)
+                value = _checked(line[name], name, damage, is_rate=is_log and is_rate(name))
                 values[index] = math.nan if value is None else value
         if not np.isnan(values).all():
             found[name] = values
@@ -236,6 +235,11 @@ def _shown(value: Any, most: int = 40) -> str:
     except RecursionError:  # it was read with less on the stack
         return "deeply nested values"
     return written if len(written) <= most else f"{written[:most]}…"
+
+
+def is_rate(name: str) -> bool:
+    """Whether a name of ``metrics.jsonl``, or an episode field, lies between 0 and 1."""
+    return name in _SHARES or name.removeprefix("rollout/") in _RATES
 
 
 def _is_number(value: Any) -> bool:

@@ -86,7 +86,8 @@ def evaluate_trained(
         if pinned.config != trained.config:
             _check_spaces(trained, env, manifest)
         starts = manifest.starts(env)
-        return evaluate_starts(env, trained.policy.to(device), starts, on_progress=on_progress)
+        policy = trained.policy.to(device)
+        return evaluate_starts(env, policy, starts, events=trained.events, on_progress=on_progress)
     finally:
         env.close()
 

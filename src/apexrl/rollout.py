@@ -10,9 +10,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.envs.base import VecEnv
-from apexrl.errors import EnvError
+from apexrl.envs.base import RunningEpisodes, VecEnv, choose
+from apexrl.errors import ConfigError
+from apexrl.metrics import begun_before
 from apexrl.policies.base import Policy
+from apexrl.policies.exploration import NOISE_KEYS
 from apexrl.types import (
     ACTION,
     DONE,
@@ -45,6 +47,8 @@ def rollout(
 ) -> tuple[TensorDict, Carry]:
     """Alternate actor and environment.
 
+    Whoever wants others to continue the episodes sets ``env.running`` afterwards.
+
     Args:
         env: already reset.
         actor: maps the carry to ``action``, the next recurrent state, and whatever else should be stored.
@@ -57,6 +61,9 @@ def rollout(
     Returns:
         The batch ``[T, N]`` and the carry after its last step.
     """
+    if num_steps < 1:
+        raise ConfigError(f"num_steps must be at least 1, got {num_steps}.")
+    env.running = None
     columns = _Columns(num_steps, keep)
     finals: dict[int, Observation] = {}
     pending = torch.ones(env.num_envs, 1, dtype=torch.bool, device=env.device)
@@ -64,7 +71,8 @@ def rollout(
         output = actor(carry)
         # Simulators reuse their buffers, so the observation is copied before the step.
         for name, value in carry.items():
-            columns.put(t, name, value)
+            if name not in NOISE_KEYS:
+                columns.put(t, name, value)
         for name, value in output.items():
             if name not in carry:
                 columns.put(t, name, value)
@@ -108,6 +116,24 @@ def initial_state(policy: Policy, env: VecEnv) -> dict[str, Tensor]:
     return {name: value.to(env.device) for name, value in policy.initial_state(env.num_envs).items()}
 
 
+def new_episodes(env: VecEnv, policy: Policy, obs: Observation) -> RunningEpisodes:
+    """Return the episodes that begin with what ``env.reset`` returned.
+
+    Where the environment cannot reset, they may have begun before, and their ends are not counted.
+    """
+    unfinished = {} if env.can_reset else begun_before(env.num_envs, env.device)
+    return RunningEpisodes({OBSERVATION: obs.clone(), **initial_state(policy, env)}, unfinished)
+
+
+def continued(running: RunningEpisodes, env: VecEnv, policy: Policy) -> RunningEpisodes:
+    """Return running episodes for a policy: as they are, or with an empty memory where another policy acted."""
+    state = initial_state(policy, env)
+    if running.carry.keys() == {OBSERVATION, *state}:
+        return running
+    carry = {name: running.carry.get(name, value) for name, value in state.items()}
+    return RunningEpisodes({OBSERVATION: running.carry[OBSERVATION], **carry}, running.unfinished)
+
+
 @contextmanager
 def left_alone(policy: Policy, seed: int) -> Iterator[None]:
     """Put a policy into evaluation mode for a while, with random numbers of its own."""
@@ -144,29 +170,10 @@ def _successors(batch: TensorDict, last: Observation, finals: dict[int, Observat
     successor = torch.cat((obs[1:], last.unsqueeze(0)))
     done = batch[DONE].squeeze(-1)
     if hidden:
-        return _choose(done, obs, successor)
+        return choose(done, obs, successor)
     for t, final in finals.items():
-        successor[t] = _choose(done[t], final, successor[t])
+        successor[t] = choose(done[t], final, successor[t])
     return successor
-
-
-def _choose(condition: Tensor, where_true: Any, where_false: Any) -> Any:
-    tensors = [isinstance(where_true, Tensor), isinstance(where_false, Tensor)]
-    if all(tensors) and where_true.shape == where_false.shape:
-        mask = condition.view(*condition.shape, *[1] * (where_true.ndim - condition.ndim))
-        return torch.where(mask, where_true, where_false)
-    # torch.where would spread one group, or one number, over all of the others.
-    if any(tensors) or set(where_true.keys()) != set(where_false.keys()):
-        raise EnvError(
-            "final_obs must have the groups and shapes of the observation: "
-            f"it is {_layout(where_true)}, the observation {_layout(where_false)}."
-        )
-    chosen = {key: _choose(condition, value, where_false[key]) for key, value in where_true.items()}
-    return TensorDict(chosen, batch_size=where_true.batch_size)
-
-
-def _layout(obs: Any) -> str:
-    return str(list(obs.shape)) if isinstance(obs, Tensor) else f"groups {sorted(obs.keys())}"
 
 
 class _Columns:

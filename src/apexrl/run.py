@@ -10,7 +10,7 @@ import random
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,9 @@ import yaml
 
 from apexrl import distributed, files
 from apexrl.agent import Trainer, checkpoint
+from apexrl.agent.recipe import in_python, read_recipe
 from apexrl.agent.trainer import env_seed
-from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig, PPOROAConfig, RLOOConfig
+from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, BCConfig, PPOConfig, PPOROAConfig, RLOOConfig
 from apexrl.algorithms.base import find_device
 from apexrl.collectors import (
     AsyncCollector,
@@ -41,11 +42,26 @@ from apexrl.envs.suites.base import TaskSuite
 from apexrl.errors import ApexRLError, CheckpointError, ConfigError, EnvError, RunDirError
 from apexrl.graphs import Acceleration
 from apexrl.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger, cut_json_lines
+from apexrl.metrics import EpisodeMetrics
 from apexrl.policies import Policy, SACPolicy, VLAPolicy
 from apexrl.policies.vla.lora import with_adapters
 from apexrl.provenance import add_start
 from apexrl.sections import PolicyConfig, SuiteConfig, VLAConfig
-from apexrl.suite_run import SuiteResults, explore_with, make_suite_collector, make_suite_env, suite_training
+from apexrl.suite_run import (
+    FINAL_RESULTS,
+    IMITATION,
+    SuiteResults,
+    explore_with,
+    imitates_first,
+    imitation_config,
+    make_suite_collector,
+    make_suite_env,
+    needs_own_demos,
+    record_own_demos,
+    suite_training,
+    write_final_results,
+)
+from apexrl.types import VALUE
 
 # What may change when a run goes on: how long, how often, and where to; not what is learned.
 RESUMABLE_SECTIONS = ("training", "logging", "features")
@@ -70,7 +86,8 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
     trainer = None
     try:
         distributed.on_first(lambda: _write_config(run_dir, config))
-        trainer = make_trainer(config, run_dir, loggers, init_from=config.training.init_from)
+        init_from = first_weights(config, run_dir, loggers)
+        trainer = make_trainer(config, run_dir, loggers, init_from=init_from)
         trainer.loggers[:0] = file_loggers(config, run_dir)
         trainer.run_lock = lock
         if isinstance(config.algo, PPOROAConfig) and config.algo.phase == "finetune" and not config.training.init_from:
@@ -79,13 +96,15 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
                 "run of phase train."
             )
         distributed.on_first(partial(add_start, run_dir, 0, trainer.policy.device))
-    except BaseException:
+    except BaseException as error:
         if trainer is not None:
             trainer.close()
-        if distributed.is_first():
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit) and needs_own_demos(config)
+        is_kept = stopped or (run_dir / IMITATION).exists()
+        if distributed.is_first() and not is_kept:
             _clear(run_dir)
         lock.release()
-        if distributed.is_first() and made:
+        if distributed.is_first() and made and not is_kept:
             with contextlib.suppress(OSError):  # another process may still be leaving; it must not hide what went wrong
                 run_dir.rmdir()
         raise
@@ -116,19 +135,73 @@ def new_run_dir(name: str) -> Path:
     raise AssertionError("unreachable")
 
 
+def first_weights(config: Config, run_dir: Path, loggers: Sequence[Logger]) -> str:
+    """Return the run or checkpoint that a new run takes its first weights from; an empty string draws them.
+
+    Where the configuration asks for it, demonstrations are recorded and imitated first, which may take minutes. What
+    was done before a kill is not done again: neither tasks that are recorded, nor updates before the last checkpoint.
+    """
+
+    def tell(text: str) -> None:
+        for logger in loggers:
+            logger.message(text)
+
+    task, algo = config.task, config.algo
+    if isinstance(algo, RLOOConfig) and imitates_first(config):
+        # What is wrong with the run itself is better said now than after the imitation.
+        make_trainer(replace(config, algo=replace(algo, imitation_coef=0.0)), run_dir).close()
+    try:
+        if isinstance(task, SuiteConfig) and needs_own_demos(config):
+            distributed.on_first(lambda: record_own_demos(task, run_dir, tell))
+        if not imitates_first(config):
+            return config.training.init_from
+        return str(_imitate(imitation_config(config, run_dir), run_dir / IMITATION, loggers, tell))
+    except (KeyboardInterrupt, SystemExit):
+        tell(f"Stopped before the first rollout. Resume with: apexrl train --resume {run_dir}")
+        raise
+
+
+def _imitate(config: Config, run_dir: Path, loggers: Sequence[Logger], tell: Callable[[str], None]) -> Path:
+    """Train the imitation that a run begins with, a run in its directory; returns that when it is complete."""
+    if (run_dir / FINAL_RESULTS).is_file():
+        return run_dir
+    if distributed.world_size() > 1:
+        raise ConfigError(
+            f"algo.imitation_updates is done in one process, not in {distributed.world_size()}: imitate first with "
+            "--algo.name bc, without torchrun, and name that run with training.init_from."
+        )
+    assert isinstance(config.algo, BCConfig)
+    tell(f"Imitating the demonstrations: {config.algo.num_updates:,} updates, in {run_dir}")
+    loggers = [logger for logger in loggers if logger.shows_stages]
+    has_begun = (run_dir / "config.yaml").is_file()
+    trainer = _resume(config, run_dir, loggers) if has_begun else start(config, run_dir, loggers)
+    try:
+        trainer.learn()
+        if episodes := trainer.cfg.final_eval_episodes:
+            tell(f"After imitation: {trainer.evaluate(episodes).summary()}")
+        write_final_results(run_dir, trainer.iteration, trainer.total_steps, trainer.optimizer_steps)
+    finally:
+        trainer.close()
+    return run_dir
+
+
 def resume(run_dir: Path, overrides: Iterable[tuple[str, str]] = (), loggers: Sequence[Logger] = ()) -> Trainer:
     """Go on from the newest checkpoint of a run that can be read, or from the start when it has none yet.
 
     Log lines after the checkpoint are dropped, because they are written again. Nothing changes when this fails.
     """
-    config = resumed_config(run_dir, overrides)
+    return _resume(resumed_config(run_dir, overrides), run_dir, loggers)
+
+
+def _resume(config: Config, run_dir: Path, loggers: Sequence[Logger]) -> Trainer:
     distributed.join(prepare_device(config))
     lock = files.DirectoryLock(run_dir)
     distributed.on_first(lock.acquire)
     trainer = None
     try:
         has_any = bool(checkpoint.numbered(run_dir / "checkpoints"))
-        trainer = make_trainer(config, run_dir, loggers, init_from="" if has_any else config.training.init_from)
+        init_from = "" if has_any else first_weights(config, run_dir, loggers)
+        trainer = make_trainer(config, run_dir, loggers, init_from=init_from)
         trainer.run_lock = lock
         if has_any:
             _load_newest(trainer, run_dir / "checkpoints")
@@ -145,6 +218,7 @@ def resume(run_dir: Path, overrides: Iterable[tuple[str, str]] = (), loggers: Se
 def _load_newest(trainer: Trainer, directory: Path) -> None:
     """Load the newest checkpoint that can be read; newer ones get another name, so that nobody meets them again."""
     newest, _, problems = checkpoint.load_newest(directory, lambda path: trainer.load_checkpoint(path.name))
+    trainer.adopt_checkpoints()
     for problem in problems:
         trainer.tell(f"{problem} Going on from {newest.name}, the newest that can be read.")
     if problems and distributed.is_first():
@@ -273,7 +347,7 @@ def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), 
         trainer.tell(f"{distributed.world_size()} processes learn: CUDA graphs and compilation are switched off.")
     elif in_background and features.graphs and device.type == "cuda":
         trainer.tell("training.collector async switches CUDA graphs off: another thread uses the device.")
-    if isinstance(trainer.collector, RolloutGenerator | RayCollector):
+    if isinstance(trainer.collector, RolloutGenerator | AsyncCollector | RayCollector):
         trainer.collector.on_message = trainer.tell
     return trainer
 
@@ -303,13 +377,17 @@ def _make_collector(
     config: Config, env: VecEnv, algorithm: BaseAlgorithm, acceleration: Acceleration, run_dir: Path
 ) -> BaseCollector:
     acting, keep = algorithm.rollout_policy, algorithm.required_keys
-    seed = env_seed(config.training.seed, env.num_envs)
+    seed = env_seed(config.training.seed)
     if isinstance(config.task, SuiteConfig):
         assert isinstance(env, SuiteVecEnv)
         starts_new = not config.training.init_from
-        return make_suite_collector(
+        made = make_suite_collector(
             config.task, algorithm, config.algo, env, seed=seed, run_dir=run_dir, starts_new=starts_new
         )
+        if config.training.collector == "sync":
+            return made
+        assert isinstance(made, RolloutGenerator)
+        return AsyncCollector(env, acting, generator=made, max_staleness=config.training.max_staleness)
     if config.training.collector == "ray":
         if distributed.world_size() > 1:
             raise ConfigError("training.collector ray needs one learning process; start it without torchrun.")
@@ -343,6 +421,8 @@ class TrainedPolicy:
     policy: Policy
     device: torch.device
     checkpoint: Path
+    events: frozenset[str] = frozenset()
+    """Episode fields of the events that were reported in training; an evaluation counts 0 where they do not happen."""
 
     def make_env(self, num_envs: int) -> VecEnv:
         """Make environments of the task that it was trained on."""
@@ -388,22 +468,32 @@ class TrainedPolicy:
 def load_trained(source: Path) -> TrainedPolicy:
     """Load the newest checkpoint of a run directory, or one checkpoint file."""
     source, content = _load_content(source)
-    if not content["config"]:
-        raise ConfigError(f"{source} holds no configuration: it was saved by a runner, not by 'apexrl train'.")
+    recipe = None if content["config"] else read_recipe(content, source)
     try:
-        config = make_config(content["config"])
+        config = make_config(content["config"] if recipe is None else recipe.config)
     except ConfigError as error:
         raise CheckpointError(f"{source} cannot be used: its 'config' does not fit: {error}") from error
     try:
         device = prepare_device(config)
     except ConfigError:  # trained on a device that this machine does not have
         device = find_device()
-    env = make_task(config, device, 1)
-    policy = make_policy(config.policy, env, device, config.algo)
+    try:
+        env = make_task(config, device, 1)
+    except EnvError as error:
+        if recipe is None:
+            raise
+        raise CheckpointError(f"{source} cannot be used here: {error} Or {in_python(source)}") from error
+    if recipe is None:
+        policy = make_policy(config.policy, env, device, config.algo)
+    else:
+        policy = recipe.make_policy(env).to(device)
     env.close()
     checkpoint.load_module(policy, content["policy"], source)
     policy.eval()
-    return TrainedPolicy(config, policy, device, source)
+    episodes = EpisodeMetrics()
+    if "episode_metrics" in content["collector"]:
+        episodes.load_state_dict(content["collector"]["episode_metrics"], torch.device("cpu"))
+    return TrainedPolicy(config, policy, device, source, frozenset(episodes.events()))
 
 
 def _load_content(source: Path) -> tuple[Path, dict[str, Any]]:
@@ -437,8 +527,9 @@ def make_task(config: Config, device: torch.device, num_envs: int | None = None)
     if isinstance(task, SuiteConfig):
         return make_suite_env(task, device, num_envs)
     count = num_envs or task.num_envs
+    workers = min(task.num_workers, count)
     try:
-        return make_env(task.id, count, device=device, num_workers=min(task.num_workers, count), **task.kwargs)
+        return make_env(task.id, count, device=device, num_workers=workers, metrics=task.metric_specs, **task.kwargs)
     except EnvError as error:
         raise EnvError(f"task.id {task.id}: {error}") from error
     except (TypeError, ValueError) as error:
@@ -455,6 +546,7 @@ def make_policy(
     algorithm = ALGORITHMS[algo.name][0]
     if isinstance(cfg, VLAConfig):
         options = {**_vla_options(cfg), "chunk": getattr(env, "chunk", 1)}
+        options["value_head"] = VALUE in algorithm.required_keys
         return algorithm.policies[cfg.kind].for_env(env, **options).to(device)
     if cfg.kind == "roa" and (cfg.actor_groups is not None or cfg.memory_dim != PolicyConfig.memory_dim):
         raise ConfigError(
@@ -491,6 +583,8 @@ def _policy_options(cfg: PolicyConfig, critic_options: Mapping[str, Any]) -> dic
         "min_std": cfg.min_std,
         "max_std": cfg.max_std,
         "state_dependent_std": cfg.state_dependent_std,
+        "gsde": cfg.gsde,
+        "gsde_interval": cfg.gsde_interval,
     }
     layers = {"hidden_dims": cfg.hidden_dims, "activation": cfg.activation}
     critic_cfg = {
@@ -501,7 +595,14 @@ def _policy_options(cfg: PolicyConfig, critic_options: Mapping[str, Any]) -> dic
     }
     options: dict[str, dict[str, Any]] = {
         "mlp": {"actor_cfg": {**layers, "groups": cfg.actor_groups, **head}, "critic_cfg": critic_cfg},
-        "gru": {**layers, "groups": cfg.actor_groups, "memory_dim": cfg.memory_dim, **head},
+        "gru": {
+            **layers,
+            "groups": cfg.actor_groups,
+            "memory_dim": cfg.memory_dim,
+            "critic_groups": cfg.critic_groups,
+            "critic_hidden_dims": critic_cfg["hidden_dims"],
+            **head,
+        },
         "roa": {
             **layers,
             "critic_cfg": critic_cfg,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from apexrl.errors import ConfigError, did_you_mean
+from apexrl.metrics import MetricSpec, Reduce
 from apexrl.models.actor import DistributionName
 from apexrl.policies.vla.policy import FREEZABLE
 
@@ -25,8 +26,17 @@ class TaskConfig:
     """Processes that step Gymnasium environments; 0 steps them here, faster unless a step takes a millisecond."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the task itself."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Numbers of a Gymnasium environment's info to log, by name: how the steps of an episode become one number (sum,
+    mean, max, min or last), or a mapping with reduce, group and event (true: an episode without it counts 0)."""
+
+    @property
+    def metric_specs(self) -> list[MetricSpec]:
+        """What ``metrics`` declares."""
+        return [_metric_spec(name, how) for name, how in self.metrics.items()]
 
     def __post_init__(self) -> None:
+        _ = self.metric_specs  # refuses what cannot be declared
         if self.num_envs < 1:
             raise ConfigError(f"task.num_envs must be at least 1, got {self.num_envs}.")
         if self.num_envs > MAX_NUM_ENVS:
@@ -49,8 +59,8 @@ class SuiteConfig:
 
     benchmark_name: str = "mt10"
     """mt10, mt50, metaworld, metaworld:TASK, or libero_spatial, libero_object, libero_goal, libero_10, libero_90."""
-    task_names_to_use: tuple[str, ...] = ()
-    """Tasks of the suite; empty for all."""
+    task_names_to_use: tuple[str, ...] | None = ()
+    """Tasks of the suite; empty or null for all."""
     num_parallel_envs: int = 8
     """Episodes that run side by side, with one inference for all."""
     num_workers: int | None = None
@@ -58,6 +68,11 @@ class SuiteConfig:
     max_cached_envs: int | None = None
     """Simulators that a process keeps, one a task; beyond that the least recently used one is closed; null for 64.
     Where cameras draw, of all processes together, at least one for each episode that runs; null for 4."""
+    random_init: bool = False
+    """Start the episodes of training from random states (Meta-World) instead of the suite's fixed set, which papers
+    use; evaluation keeps its own."""
+    reuse_envs: bool = True
+    """Keep the simulators of training for the next batch; false creates those of every batch again."""
     max_episode_length: int | None = None
     """Control steps of an episode; null for the suite's own."""
     chunk: int = 5
@@ -72,9 +87,13 @@ class SuiteConfig:
     """Seconds after which a simulator that does not answer is replaced and its episode discarded."""
     demos: str = ""
     """Directory of demonstrations that ``apexrl demos`` made, or one file, whose task alone is then imitated; for bc,
-    and for rloo with imitation_coef."""
+    and for rloo with imitation_updates or imitation_coef."""
+    num_demos: int = 0
+    """Demonstrations of each task that a run records itself with the suite's scripted experts, into demos in the run
+    directory, where task.demos is empty; usually 1 to 50, more make imitation better; 0 records none."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "task_names_to_use", self.task_names_to_use or ())
         for name in ("num_parallel_envs", "max_cached_envs", "chunk", "image_size"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MAX_SUITE_SIZE:
@@ -86,6 +105,8 @@ class SuiteConfig:
                 f"task.num_workers must be null or lie between 0 and task.num_parallel_envs "
                 f"({self.num_parallel_envs}), got {self.num_workers}."
             )
+        if self.num_demos < 0:
+            raise ConfigError(f"task.num_demos must not be negative, got {self.num_demos}.")
         if self.step_timeout <= 0:
             raise ConfigError(f"task.step_timeout must be positive, got {self.step_timeout}.")
 
@@ -109,7 +130,7 @@ class PolicyConfig:
     hidden_dims: tuple[int, ...] = (64, 64)
     """Widths of the hidden layers; of those before the memory for gru."""
     critic_hidden_dims: tuple[int, ...] | None = None
-    """Widths of the critic's hidden layers; null for the actor's. Not for gru."""
+    """Widths of the critic's hidden layers; null for the actor's. For gru only with critic_groups."""
     memory_dim: int = 64
     """Width of the memory; only for gru."""
     activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = "tanh"
@@ -117,7 +138,7 @@ class PolicyConfig:
     actor_groups: tuple[str, ...] | None = None
     """Observation groups that the actor sees; null for all but the privileged ones (priv, privileged, critic)."""
     critic_groups: tuple[str, ...] | None = None
-    """Observation groups that the critic sees; null for all. Not for gru."""
+    """Observation groups that the critic sees; null for all. For gru those beside the memory, null for none."""
     distribution: DistributionName = "auto"
     """auto, gaussian, squashed_gaussian (bounded by tanh) or categorical."""
     init_std: float = 1.0
@@ -128,6 +149,11 @@ class PolicyConfig:
     """Upper bound of the standard deviation."""
     state_dependent_std: bool = False
     """Let the standard deviation depend on the observation."""
+    gsde: bool = False
+    """Explore by a random function of the actor's last features (gSDE, Raffin et al. 2021) instead of noise at every
+    step; init_std, min_std and max_std are then of its weights, init_std usually 0.05 to 0.4. For mlp and gru."""
+    gsde_interval: int = 4
+    """Steps after which gSDE draws another function, usually 4 to 64; 0 draws one an episode."""
     normalize_obs: bool = False
     """Normalise observations by running statistics."""
     history: int = 24
@@ -162,16 +188,20 @@ class PolicyConfig:
                 f"policy.init_std must lie between policy.min_std ({self.min_std}, above 0) and policy.max_std "
                 f"({self.max_std}), got {self.init_std}."
             )
-        if self.kind == "gru" and (self.critic_hidden_dims is not None or self.critic_groups is not None):
+        if self.gsde_interval < 0:
+            raise ConfigError(f"policy.gsde_interval must not be negative, got {self.gsde_interval}.")
+        if self.gsde and self.kind == "roa":
+            raise ConfigError("policy.gsde needs policy.kind mlp or gru, got roa.")
+        if self.kind == "gru" and self.critic_hidden_dims is not None and self.critic_groups is None:
             raise ConfigError(
-                "policy.critic_hidden_dims and policy.critic_groups must be null when policy.kind is gru: "
-                "its critic shares the memory."
+                f"policy.critic_hidden_dims {list(self.critic_hidden_dims)} has no effect when policy.kind is gru and "
+                "policy.critic_groups is null: the critic is then a linear function of the memory. Name critic_groups."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class VLAConfig:
-    """A vision-language-action model, for rloo and bc; chosen by ``policy.kind`` vla."""
+    """A vision-language-action model, for rloo, bc and ppo, which adds a value head; chosen by ``policy.kind`` vla."""
 
     kind: Literal["vla"] = "vla"
     """vla: camera pictures, state and instruction in, a chunk of actions out."""
@@ -194,8 +224,8 @@ class VLAConfig:
     denoising_steps: int = 5
     """Only for flow."""
     noise: Literal["every_step", "last_step"] = "every_step"
-    """Where sampling adds noise, so that chunks have likelihoods; only for flow. last_step is cheaper, and what it
-    explores is what the likelihood is of: better for reinforcement learning from a few demonstrations."""
+    """Where sampling adds noise, so that chunks have likelihoods; only for flow. What last_step explores is what
+    the likelihood is of: better for reinforcement learning from a few demonstrations, with few denoising_steps."""
     noise_level: float = 0.5
     """Size of that noise; with last_step its standard deviation, on normalised actions; only for flow."""
     guidance: float = 1.0
@@ -235,7 +265,7 @@ class LoggingConfig:
     """Where numbers go; metrics.jsonl is always written."""
 
     log_interval: int = 1
-    """Iterations between logged ones."""
+    """Iterations between logged ones; the first and the last are always logged."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
@@ -270,6 +300,24 @@ class FeaturesConfig:
     """Compile policy and loss: faster on long runs, after a first update that takes some ten seconds longer."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Of matrix products: tf32 is for CUDA; bf16 also runs the networks of the update in bfloat16."""
+
+
+def _metric_spec(name: str, how: Any) -> MetricSpec:
+    """Return the metric that ``task.metrics`` declares under a name."""
+    values = how if isinstance(how, dict) else {"reduce": how}
+    kinds = {"reduce": str, "group": str, "event": bool}
+    for key, value in values.items():
+        if key not in kinds:
+            raise ConfigError(
+                f"task.metrics.{name} takes {', '.join(kinds)}, got '{key}'.{did_you_mean(str(key), kinds)}"
+            )
+        if not isinstance(value, kinds[key]):
+            wanted = {"reduce": f"one of {get_args(Reduce)}", "group": "a string", "event": "true or false"}[key]
+            raise ConfigError(f"task.metrics.{name}.{key} must be {wanted}, got {value!r}.")
+    try:
+        return MetricSpec(name, **values)
+    except ConfigError as error:
+        raise ConfigError(f"task.metrics.{name}: {error}") from error
 
 
 def _is_plain(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,15 +11,14 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from apexrl import files
-from apexrl.errors import ConfigError, RunDirError
+from apexrl.errors import ConfigError, FewSamplesWarning, RunDirError
+from apexrl.intervals import iqm, iqm_interval
 from apexrl.records import Log
 
 FILE = "seeds.json"
 VERSION = 1
-NUM_RESAMPLES = 2000
 MAX_SEED, MAX_SEEDS = 2**31, 1000
 FIELDS = ("return", "success_rate")
 """Of an evaluation's record, that are aggregated where every seed has them."""
@@ -58,9 +58,11 @@ class SeedRuns:
 
     def write(self) -> Path:
         """Write ``seeds.json`` with what is known by now."""
+        with warnings.catch_warnings(action="ignore", category=FewSamplesWarning):  # others are still training
+            aggregate = self.aggregate()
         content = {
             "version": VERSION,
-            "aggregate": self.aggregate(),
+            "aggregate": aggregate,
             "runs": [asdict(run) for run in self.runs],
             "config": self.config,
         }
@@ -70,7 +72,7 @@ class SeedRuns:
         """Return interquartile mean and interval of every field that all finished runs have."""
         results = [run.result for run in self.with_state("done")]
         return {
-            name: summary([result[name] for result in results], _strata(results, name))
+            name: summary(_by_task(results, name), is_rate=name == "success_rate")
             for name in FIELDS
             if results and all(name in result for result in results)
         }
@@ -111,7 +113,7 @@ def _checked(run: SeedRun) -> SeedRun:
     if run.state not in get_args(State):
         raise ValueError(f"'state' of seed {run.seed} must be one of {', '.join(get_args(State))}")
     if run.state == "done":
-        low, high = run.result["return_interval"]
+        low, high = run.result["return_interval"] or (0.0, 0.0)  # one episode has none
         rates = [task["success_rate"] for task in run.result.get("per_task", {}).values()]
         numbers = [run.result["return"], low, high, run.result["episodes"], run.result.get("success_rate", 0.0), *rates]
         if not all(isinstance(number, int | float) for number in numbers):
@@ -136,51 +138,21 @@ def parse_seeds(text: str, first: int) -> list[int]:
     return numbers
 
 
-def iqm(*samples: NDArray[np.float64], axis: int = -1) -> Any:
-    """Interquartile mean of samples taken together: the mean without the lowest and the highest quarter."""
-    return stats.trim_mean(np.concatenate(samples, axis=axis), 0.25, axis=axis)
-
-
-def iqm_interval(samples: Sequence[NDArray[np.float64]], axis: int = -1) -> tuple[Any, Any]:
-    """Return the 95 % interval of the interquartile mean by the stratified bootstrap; the same one at every call.
-
-    Args:
-        samples: strata, such as the scores of every seed in one task; each is drawn from by itself.
-        axis: along which the seeds lie.
-
-    Returns:
-        Lower and upper end; without width when there is one seed, which tells nothing about others.
-    """
-    if samples[0].shape[axis] < 2:
-        value = iqm(*samples, axis=axis)
-        return value, value
-    found = stats.bootstrap(
-        tuple(samples),
-        iqm,
-        axis=axis,
-        vectorized=True,
-        method="percentile",
-        n_resamples=NUM_RESAMPLES,
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    return found.low, found.high
-
-
-def summary(values: Sequence[float], strata: Sequence[Sequence[float]] | None = None) -> dict[str, Any]:
+def summary(values: NDArray[np.float64], *, is_rate: bool = False) -> dict[str, Any]:
     """Return interquartile mean, its interval and the plain mean of what seeds gave.
 
     Args:
-        values: one a seed.
-        strata: the same by task, where there are several: one list a task, with one value a seed.
+        values: of seeds and tasks, ``[S, K]``.
+        is_rate: whether the values lie between 0 and 1, and so the interval.
     """
-    samples = [np.array(stratum, np.float64) for stratum in strata or [values]]
-    low, high = iqm_interval(samples)
+    bounds = np.array(iqm_interval(values))
+    interval = np.clip(bounds, 0.0, 1.0) if is_rate else bounds
     return {
-        "iqm": float(iqm(*samples)),
-        "interval": [float(low), float(high)],
-        "mean": float(np.mean(values)),
-        "seeds": len(values),
-        "tasks": len(samples),
+        "iqm": float(iqm(values, axis=None)),
+        "interval": interval.tolist() if len(values) > 1 else None,
+        "mean": float(values.mean()),
+        "seeds": values.shape[0],
+        "tasks": values.shape[1],
     }
 
 
@@ -205,9 +177,9 @@ def curve(logs: Sequence[Log], training_name: str, evaluation_name: str) -> tupl
     return np.zeros(0), np.zeros((0, 0))
 
 
-def _strata(results: Sequence[Mapping[str, Any]], name: str) -> list[list[float]] | None:
-    """Return the success of every task by seed, where all seeds have the same tasks."""
+def _by_task(results: Sequence[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
+    """Return a field of every seed ``[S, 1]``; the success of every task ``[S, K]`` where all seeds have the same."""
     tasks = [result.get("per_task") or {} for result in results]
     if name != "success_rate" or not tasks[0] or any(set(found) != set(tasks[0]) for found in tasks):
-        return None
-    return [[found[task]["success_rate"] for found in tasks] for task in tasks[0]]
+        return np.array([[result[name]] for result in results], np.float64)
+    return np.array([[found[task]["success_rate"] for task in tasks[0]] for found in tasks], np.float64)

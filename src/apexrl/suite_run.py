@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -27,18 +26,24 @@ from apexrl.collectors import (
     SuiteRunner,
 )
 from apexrl.collectors.init_states import read_statistics
-from apexrl.demo_samples import load_demos
+from apexrl.config import Config
+from apexrl.demo_samples import SUFFIX, load_demos
+from apexrl.demos import Recorded, record_demos
+from apexrl.envs.mujoco_simulation import num_cores
 from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.envs.suites import make_suite
-from apexrl.errors import ConfigError
+from apexrl.envs.suites.base import TaskSuite
+from apexrl.errors import ConfigError, EnvError
 from apexrl.loggers import Logger, read_json_lines
 from apexrl.policies import Policy
-from apexrl.records import Damage, columns, is_count
+from apexrl.records import is_count
 from apexrl.sections import SuiteConfig
 
 METRICS, FINAL_RESULTS, ROLLOUT_STATS = "metrics.json", "final_training_results.json", "rollout_stats.json"
 FIRST_ROLLOUT_STATS = ".rollout_stats_at_start.json"
 """What was known of the init states when the run began."""
+DEMOS, IMITATION = "demos", "imitation"
+"""Directories of a run: demonstrations that it recorded itself, and the imitation of them before its first rollout."""
 
 
 def make_suite_env(task: SuiteConfig, device: torch.device | str, num_envs: int | None = None) -> SuiteVecEnv:
@@ -49,10 +54,7 @@ def make_suite_env(task: SuiteConfig, device: torch.device | str, num_envs: int 
         device: where tensors are wanted.
         num_envs: of an evaluation, whose episodes come from the validation states; None makes those of training.
     """
-    options: dict[str, Any] = {"privileged": task.privileged} if not task.benchmark_name.startswith("libero") else {}
-    suite = make_suite(
-        task.benchmark_name, task.task_names_to_use, cameras=task.cameras, image_size=task.image_size, **options
-    )
+    suite = _make_suite(task)
     count = num_envs or task.num_parallel_envs
     return SuiteVecEnv(
         suite,
@@ -64,6 +66,98 @@ def make_suite_env(task: SuiteConfig, device: torch.device | str, num_envs: int 
         max_steps=task.max_episode_length,
         device=device,
         step_timeout=task.step_timeout,
+    )
+
+
+def _make_suite(task: SuiteConfig, **more: Any) -> TaskSuite:
+    if not task.benchmark_name.startswith("libero"):
+        more["privileged"] = task.privileged
+    cameras = {"cameras": task.cameras, "image_size": task.image_size}
+    return make_suite(task.benchmark_name, task.task_names_to_use, **cameras, **more)
+
+
+def demo_path(task: SuiteConfig, run_dir: Path) -> Path | None:
+    """Return where the demonstrations of a run are: given, recorded by the run itself, or nowhere."""
+    if task.demos:
+        return Path(task.demos)
+    return run_dir / DEMOS if task.num_demos else None
+
+
+def record_own_demos(task: SuiteConfig, run_dir: Path, tell: Callable[[str], None]) -> None:
+    """Record the demonstrations that a run is to have, except those of tasks that it recorded before it was stopped.
+
+    Raises:
+        ConfigError: when a task has fewer training states than that.
+        EnvError: when the suite has no scripted experts, or one of them never reaches its goal.
+    """
+    directory = run_dir / DEMOS
+    horizon = {} if task.max_episode_length is None else {"horizon": task.max_episode_length}
+    names = _make_suite(task).task_names
+    missing = [name for name in names if not (directory / f"{name}{SUFFIX}").is_file()]
+    if not missing:
+        return
+    suite = _make_suite(replace(task, task_names_to_use=tuple(missing)), **horizon)
+    available = len(suite.init_states(0, "train"))
+    if task.num_demos > available:
+        raise ConfigError(
+            f"task.num_demos must be at most {available}, the training states of a task of '{task.benchmark_name}', "
+            f"got {task.num_demos}."
+        )
+    tell(f"Recording {_demos(task.num_demos)} of {', '.join(missing)} with scripted experts, in {directory}")
+
+    def note(name: str, recorded: Recorded) -> None:
+        failed = f", {recorded.num_failures} attempts failed" if recorded.num_failures else ""
+        tell(f"  {name}: {_demos(recorded.num_demos)}, {recorded.num_steps} steps{failed}")
+
+    num_workers = num_cores() if task.num_workers is None else task.num_workers
+    num_workers = 0 if len(missing) == 1 else min(num_workers, len(missing))
+    try:
+        record_demos(suite, directory, task.num_demos, num_workers=num_workers, on_progress=note)
+    except EnvError as error:
+        raise EnvError(
+            f"task.num_demos: {error} These are options of 'apexrl demos', whose directory task.demos takes; here the "
+            "horizon is task.max_episode_length."
+        ) from error
+
+
+def _demos(count: int) -> str:
+    return f"{count} demonstration{'' if count == 1 else 's'}"
+
+
+def needs_own_demos(config: Config) -> bool:
+    """Whether a run reads demonstrations that it records itself."""
+    task, algo = config.task, config.algo
+    if not isinstance(task, SuiteConfig) or task.demos or not task.num_demos:
+        return False
+    anchored = isinstance(algo, RLOOConfig) and algo.imitation_coef > 0
+    return isinstance(algo, BCConfig) or anchored or imitates_first(config)
+
+
+def imitates_first(config: Config) -> bool:
+    """Whether a run begins with imitation."""
+    return isinstance(config.algo, RLOOConfig) and config.algo.imitation_updates > 0 and not config.training.init_from
+
+
+def imitation_config(config: Config, run_dir: Path) -> Config:
+    """Return the configuration of the imitation that a run of RLOO begins with."""
+    task, algo, training = config.task, config.algo, config.training
+    assert isinstance(task, SuiteConfig)
+    assert isinstance(algo, RLOOConfig)
+    num_updates = algo.imitation_updates
+    return replace(
+        config,
+        task=replace(task, demos=str(demo_path(task, run_dir)), num_demos=0),
+        algo=BCConfig(
+            num_updates=num_updates,
+            batch_size=algo.imitation_batch_size,
+            micro_batch_size=algo.micro_batch_size,
+            learning_rate=algo.imitation_learning_rate,
+            schedule="linear",
+        ),
+        training=replace(
+            training, num_train_steps=0, eval_interval=0, save_interval=math.ceil(num_updates / 10), collector="sync"
+        ),
+        logging=replace(config.logging, log_interval=math.ceil(num_updates / 100), log_freq=0, wandb="disabled"),
     )
 
 
@@ -80,16 +174,17 @@ def make_suite_collector(
     """Make what RLOO or BC learns from: groups of rollouts, or demonstrations."""
     if isinstance(cfg, BCConfig):
         assert isinstance(algorithm, BC)
-        return _demo_collector(task, algorithm, cfg, env, starts_new=starts_new)
+        samples = _read_demos(task, run_dir, env, "algo.name bc")
+        return _demo_collector(samples, algorithm, cfg, starts_new=starts_new)
     if not isinstance(cfg, RLOOConfig):
         raise ConfigError(f"task.benchmark_name needs algo.name rloo or bc, got '{cfg.name}'.")
     if cfg.imitation_coef:
         assert isinstance(algorithm, RLOO)
-        algorithm.remember(_read_demos(task, env, "algo.imitation_coef"))
+        algorithm.remember(_read_demos(task, run_dir, env, "algo.imitation_coef"))
     first_path = Path(cfg.rollout_stats_path) if cfg.rollout_stats_path else run_dir / ROLLOUT_STATS
     path = first_path if distributed.is_first() else process_dir(run_dir, distributed.rank()) / ROLLOUT_STATS
     generator = RolloutGenerator(
-        SuiteRunner(env, algorithm.policy),
+        SuiteRunner(env, algorithm.policy, random_init=task.random_init),
         rollouts_per_env=cfg.rloo_batch_size,
         num_envs=cfg.num_groups,
         init_state_dataset=InitStateDataset(env.suite),
@@ -97,6 +192,8 @@ def make_suite_collector(
         rollout_skip_threshold=cfg.rollout_skip_threshold,
         enable_rollout_stats_tracking=cfg.enable_rollout_stats_tracking,
         rollout_stats_path=path,
+        use_val_init=cfg.use_val_init,
+        reuse_envs=task.reuse_envs,
         seed=seed,
         oversample=cfg.oversample,
         max_attempts=cfg.max_attempts,
@@ -178,23 +275,22 @@ def explore_with(policy: Policy, init_std: float) -> None:
             value.fill_(math.log(init_std))
 
 
-def _demo_collector(
-    task: SuiteConfig, algorithm: BC, cfg: BCConfig, env: SuiteVecEnv, *, starts_new: bool
-) -> DemoCollector:
-    samples = _read_demos(task, env, "algo.name bc")
+def _demo_collector(samples: TensorDict, algorithm: BC, cfg: BCConfig, *, starts_new: bool) -> DemoCollector:
     if starts_new:  # else the networks already expect what they were trained with
         algorithm.set_statistics(samples)
     return DemoCollector(samples.to(algorithm.policy.device), cfg.batch_size)
 
 
-def _read_demos(task: SuiteConfig, env: SuiteVecEnv, reader: str) -> TensorDict:
-    if not task.demos:
+def _read_demos(task: SuiteConfig, run_dir: Path, env: SuiteVecEnv, reader: str) -> TensorDict:
+    path = demo_path(task, run_dir)
+    if path is None:
         raise ConfigError(
             f"{reader} needs task.demos, a directory of demonstrations; 'apexrl demos "
-            f"{task.benchmark_name} --per-task 10 --output DIR' records some."
+            f"{task.benchmark_name} --per-task 10 --output DIR' records some, and so does the run with task.num_demos "
+            "10."
         )
     try:
-        return load_demos(task.demos, env.suite, task.chunk)
+        return load_demos(path, env.suite, task.chunk)
     except ConfigError as error:
         raise ConfigError(f"task.demos: {error}") from error
 
@@ -212,9 +308,12 @@ class SuiteResults(Logger):
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the evaluations of a run in the form of ``metrics.json``; a line without its place is left out."""
-    return [
-        {
+    """Return the evaluations of a run in the form of ``metrics.json``; a line without its place is left out.
+
+    One entry per training step: the evaluation at the end takes the place of the periodic one of the same step.
+    """
+    entries = {
+        record["iteration"]: {
             "step": record["iteration"],
             "environment_steps": record["step"],
             "overall_success_rate": record.get("success_rate"),
@@ -224,23 +323,30 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
         }
         for record in read_json_lines(run_dir / "evaluations.jsonl")
         if is_count(record.get("iteration")) and is_count(record.get("step"))
-    ]
+    }
+    return list(entries.values())
 
 
-def write_final_results(run_dir: Path, iteration: int, total_steps: int) -> Path:
-    """Write ``final_training_results.json``: how long training was, its numbers, and the evaluations."""
-    training = read_json_lines(run_dir / "metrics.jsonl")
-    updates = columns(training, Damage(run_dir / "metrics.jsonl"), ["train/updates"]).get("train/updates", 0.0)
+def write_final_results(run_dir: Path, iteration: int, environment_steps: int, optimizer_steps: int | None) -> Path:
+    """Write ``final_training_results.json``: how long training was, its numbers, and the evaluations.
+
+    ``total_steps`` counts training steps (iterations) throughout the file, ``environment_steps`` control steps.
+    """
     found = evaluations(run_dir)
     write_json(run_dir / METRICS, found)
     content = {
         "total_steps": iteration,
-        "environment_steps": total_steps,
-        "optimizer_steps": int(np.nansum(updates)),
-        "training_metrics": training,
+        "environment_steps": environment_steps,
+        "optimizer_steps": optimizer_steps,
+        "training_metrics": [_as_training_step(line) for line in read_json_lines(run_dir / "metrics.jsonl")],
         "evaluations": found,
     }
     return write_json(run_dir / FINAL_RESULTS, content)
+
+
+def _as_training_step(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of ``metrics.jsonl``, where ``total_steps`` counts environment steps, with the results' names."""
+    return {**line, "total_steps": line.get("iteration"), "environment_steps": line.get("total_steps")}
 
 
 def write_json(path: Path, content: Any) -> Path:

@@ -16,9 +16,10 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from apexrl import files, seeds
+from apexrl import files
 from apexrl.config import parse_yaml
 from apexrl.errors import ConfigError, RunDirError, did_you_mean
+from apexrl.intervals import iqm
 from apexrl.jobs import Job, Report
 from apexrl.loggers import read_json_lines
 from apexrl.plots import plot_sweep
@@ -165,7 +166,7 @@ class Sweep:
         if len(scores) < self.file.seeds:
             self._waiting.append((trial, seed + 1))
             return
-        self.study.tell(trial, float(seeds.iqm(np.array(scores))))
+        self.study.tell(trial, float(iqm(np.array(scores))))
         self.write()
 
     def _fail(self, trial: Trial, error: str) -> None:

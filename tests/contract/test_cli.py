@@ -12,13 +12,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import gymnasium as gym
 import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
 import yaml
+from gymnasium.envs.registration import EnvSpec
 from PIL import Image
 
 from apexrl.agent import checkpoint
@@ -264,12 +266,52 @@ def test_eval_of_an_older_checkpoint_and_another_seed_gives_other_numbers(
     assert len(set(shown)) == 4
 
 
+class Reaching(gym.Env[Any, Any]):
+    """Three steps; the info of the last one has ``distance``, and ``is_success`` when it was reached."""
+
+    observation_space = action_space = gym.spaces.Box(-1.0, 1.0, (1,))
+    reaches: ClassVar[bool] = True
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.time = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.time += 1
+        info: dict[str, Any] = {"distance": 0.5} if self.time == 3 else {}
+        if info and Reaching.reaches:
+            info["is_success"] = True
+        return np.zeros(1, np.float32), 0.0, False, self.time == 3, info
+
+
+def test_metrics_of_gymnasium_are_declared_logged_and_known_to_eval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry_point: Any = Reaching
+    monkeypatch.setitem(gym.registry, "Reaching-v0", EnvSpec("Reaching-v0", entry_point=entry_point))
+    run_dir = tmp_path / "run"
+    options = [*TINY, *NO_EXTRAS, "--task.metrics.distance", "last", "--task.metrics.crash", "{event: true}"]
+    assert main(["train", "cartpole_ppo", "--task.id", "Reaching-v0", "--run-dir", str(run_dir), *options]) == 0
+    lines = read_json_lines(run_dir / "metrics.jsonl")
+    assert (lines[-1]["rollout/success_rate"], lines[-1]["reward/distance"]) == (1.0, 0.5)
+    assert (lines[1]["eval/success_rate"], lines[1]["eval_reward/distance"]) == (1.0, 0.5)
+    assert "reward/crash" not in lines[-1], "declared and never reported"
+    capsys.readouterr()
+    # An evaluation without a success knows from the checkpoint that there is one.
+    monkeypatch.setattr(Reaching, "reaches", False)
+    assert main(["eval", str(run_dir), "--episodes", "4"]) == 0
+    assert "eval/success_rate 0\n" in capsys.readouterr().out
+
+
 def test_eval_writes_step_tables(lift: Path, tmp_path: Path) -> None:
     assert main(["eval", str(lift), "--episodes", "2", "--num-envs", "2", "--csv", str(tmp_path / "csv")]) == 0
     for env in (0, 1):
         with (tmp_path / "csv" / f"env{env}" / "rewards.csv").open() as file:
             rows = list(csv.DictReader(file))
-        assert {"step", "reward", "success", "fail", "reach_reward", "grasp_reward", "lift_reward"} == set(rows[0])
+        assert {"step", "reward", "done", "success", "fail", "reach_reward", "grasp_reward", "lift_reward"} == set(
+            rows[0]
+        )
         assert [int(row["step"]) for row in rows] == list(range(len(rows)))
         assert 1 <= len(rows) <= 15
 

@@ -266,7 +266,7 @@ def test_cartpole_v1_replays_its_episodes(tmp_path: Path) -> None:
     kills = [Kill("apexrl.algorithms.ppo:PPO.update", 2), AFTER_SAVE, IN_EVALUATION, IN_ITERATION]
     killed_and_resumed("cartpole_ppo", values, tmp_path / "killed", kills)
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
-    assert [line["iteration"] for line in numbers(tmp_path / "whole")] == [2, 4, 6, 8]
+    assert [line["iteration"] for line in numbers(tmp_path / "whole")] == [1, 2, 4, 6, 8]
     assert all("rollout/return" in line for line in numbers(tmp_path / "whole"))
 
 
@@ -275,6 +275,22 @@ def test_halfcheetah_comes_back_with_its_physics_and_its_normalisers(tmp_path: P
     kills = [AFTER_LINE_2, AFTER_SAVE, BEFORE_SAVE]
     killed_and_resumed("halfcheetah_ppo", HALFCHEETAH, tmp_path / "killed", kills)
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_state_dependent_noise_and_the_schedule_of_sigma_come_back(tmp_path: Path) -> None:
+    values = {
+        **LIFT,
+        "policy.gsde": "true",
+        "policy.gsde_interval": "5",  # no divisor of the rollout: noise lasts across checkpoints
+        "policy.init_std": "0.2",
+        "algo.std_schedule": "capped",
+        "algo.final_std": "0.05",
+        "training.eval_sampled": "true",
+    }
+    assert train("lift_ppo", values, tmp_path / "whole") == 0
+    killed_and_resumed("lift_ppo", values, tmp_path / "killed", [AFTER_SAVE, IN_ITERATION])
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    assert all("sampled_return" in record for record in numbers(tmp_path / "whole", "evaluations.jsonl"))
 
 
 def test_a_policy_with_memory_comes_back_with_what_it_remembers(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""Document 001: rollout against training, and PPO-ROA, nearly as the document writes them."""
+"""Document 001: rollout against training, and PPO-ROA, as the document writes them."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,16 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl import PPOROA, PPOROAConfig, ROAPolicy, Trainer, make_env
+from apexrl import PPOROA, ActorCritic, Policy, PPOROAConfig, ROAPolicy, SyncCollector, Trainer, make_env
 from apexrl.envs import VecEnv
 from apexrl.loggers import JsonlLogger, read_json_lines
-from apexrl.rollout import rollout
 from apexrl.types import CMD_KEY, OBJECT_KEY, OBS_KEY, OBS_PRIV_KEY, PRIV_FEATURE_KEY, PRIV_PRED_KEY
 
 MODULES = ("encoder_priv", "actor", "actor_adapt", "adapt_module", "adapt_ema", "critic")
 N, T = 4, 32
 
 
-def make_policy(env: VecEnv) -> ROAPolicy:
+def make_networks(env: VecEnv) -> ROAPolicy:
     torch.manual_seed(0)
     return ROAPolicy.for_env(env, history=24, hidden_dims=(16,), adapt_dims=(16,), normalize_obs=True)
 
@@ -68,64 +68,180 @@ class Uses:
 # The complete training loop
 
 
+class Wandb:
+    """Stands in for the package."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
+
+    def log(self, info: dict[str, Tensor]) -> None:
+        self.logged.append({name: float(value) for name, value in info.items()})
+
+
 @pytest.mark.parametrize("phase", ["train", "finetune"])
 def test_the_complete_training_loop(phase: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_policy(env: VecEnv) -> PPOROA:
+        return PPOROA(make_networks(env), PPOROAConfig(phase=phase))
+
+    wandb, total_iters, train_every = Wandb(), 2, T
     env = make_env("payload", N)
-    policy = make_policy(env)
-    algorithm = PPOROA(policy, PPOROAConfig(phase=phase))
-    assert algorithm.num_steps == T  # train_every
-
-    def step_and_maybe_reset(carry: dict[str, Any]) -> tuple[TensorDict, dict[str, Any]]:
-        # env.step is called in one place: the rollout, here of one step with the action that was chosen.
-        chosen = {name: value for name, value in carry.items() if name != "observation"}
-        td, after = rollout(env, lambda _: chosen, {"observation": carry["observation"]}, 1)
-        return td[0], after
-
-    rollout_policy = algorithm.get_rollout_policy("train")
-    example, carry = rollout(env, rollout_policy.act, {"observation": env.reset(seed=0)}, 1)
-    data: Any = torch.zeros_like(example.expand(T, N))
-    data_buf = data.transpose(0, 1)  # [N, T], a view: never a second layout
     steps = counted(env, "step", monkeypatch)
-    for iteration in range(2):
-        before = everything(policy)
-        # ROLLOUT
+
+    # The document's lines.
+    policy = make_policy(env)
+    rollout_policy = policy.get_rollout_policy("train")
+    data_buf = TensorDict({}, batch_size=[N, T])
+
+    carry: Any = env.reset()
+
+    for i in range(total_iters):
+        before = everything(policy.roa)
         with torch.inference_mode():
             rollout_policy.eval()
-            for step in range(T):
-                carry = {**carry, **rollout_policy.act(carry)}
-                td, carry = step_and_maybe_reset(carry)
+            for step in range(train_every):
+                carry = rollout_policy(carry)
+
+                td, carry = env.step_and_maybe_reset(carry)
+
                 data_buf[:, step] = td
-            # The critic runs once, batched, after the steps.
-            values = policy.critic(policy.normalized(data["observation"]))
-            data["value"], data["next_value"] = policy.values(data)
-        assert len(steps) == (iteration + 1) * T
-        assert modules_that_differ(before, everything(policy)) == set()
-        assert torch.equal(data["value"], values)
-        assert not any(value.requires_grad for value in data.values(include_nested=True, leaves_only=True))
+
+            values = policy.critic(data_buf)["state_value"]
+
+        assert len(steps) == (i + 1) * T
+        assert modules_that_differ(before, everything(policy.roa)) == set(), "a rollout updates nothing"
+
+        info = policy.train_op(data_buf)
+
+        wandb.log(info)
+
+        # What the document says of these lines.
+        assert len(steps) == (i + 1) * T, "training steps no environment"
+        assert values.shape == (N, T, 1)
         latent = PRIV_FEATURE_KEY if phase == "train" else PRIV_PRED_KEY
-        assert {"observation", "action", "sample_log_prob", "reward", "done", latent} <= set(data.keys())
-        assert set(data["observation"].keys()) == {OBS_KEY, OBS_PRIV_KEY, CMD_KEY, OBJECT_KEY}
-        assert data_buf.batch_size == torch.Size([N, T])
-        assert data_buf["reward"][:, 5].data_ptr() == data["reward"][5].data_ptr()
-        # TRAINING: the stored actions are evaluated again, and nothing is stepped.
-        info = algorithm.train_op(data)
-        assert len(steps) == (iteration + 1) * T
+        assert {"observation", "action", "sample_log_prob", "reward", "done", latent} <= set(data_buf.keys())
+        assert set(data_buf["observation"].keys()) == {OBS_KEY, OBS_PRIV_KEY, CMD_KEY, OBJECT_KEY}
+        assert not any(value.requires_grad for value in data_buf.values(include_nested=True, leaves_only=True))
         assert {"loss", "policy_loss", "value_loss", "adapt_loss"} <= set(info)
-        differ = modules_that_differ(before, everything(policy))
+        differ = modules_that_differ(before, everything(policy.roa))
         assert differ >= {"critic", "adapt_module", "adapt_ema"}
         assert ("normalizer" in differ) == (phase == "train")  # finetune leaves what the teacher sees alone
+    assert [all(map(math.isfinite, line.values())) for line in wandb.logged] == [True] * total_iters
+
+
+def test_the_loop_collects_what_the_collector_does() -> None:
+    # The same seeds: the loop of the document and our collector give the same batch, and learn the same from it.
+    infos, states = [], []
+    for by_hand in (True, False):
+        env = make_env("payload", N, max_episode_steps=10)
+        policy = PPOROA(make_networks(env), PPOROAConfig(phase="train"))
+        torch.manual_seed(1)
+        if by_hand:
+            data_buf = TensorDict({}, batch_size=[N, T])
+            carry: Any = env.reset(3)
+            rollout_policy: Any = policy.get_rollout_policy("train")
+            with torch.inference_mode():
+                for step in range(T):
+                    td, carry = env.step_and_maybe_reset(rollout_policy(carry))
+                    data_buf[:, step] = td
+                policy.critic(data_buf)
+            assert data_buf["done"].any(), "also across the ends of episodes"
+            infos.append(policy.train_op(data_buf))
+        else:
+            collector = SyncCollector(env, policy.rollout_policy, keep=policy.required_keys, seed=3)
+            infos.append(policy.update(collector.collect(T)))
+        states.append(everything(policy.roa))
+    assert infos[0].keys() == infos[1].keys()
+    for name, value in infos[0].items():
+        torch.testing.assert_close(value, infos[1][name], rtol=0, atol=0)
+    assert modules_that_differ(*states) == set()
+
+
+def test_the_inside_of_train_op() -> None:
+    env = make_env("payload", N)
+    policy = PPOROA(make_networks(env), PPOROAConfig(phase="train", num_steps=8))
+    tensordict = SyncCollector(env, policy.rollout_policy, seed=0).collect(8)
+    info: dict[str, Tensor] = {}
+    assert policy.roa_cfg.phase == "train"
+    info.update(policy.train_policy(tensordict.copy()))
+    info.update(policy.train_adapt(tensordict.copy()))
+    assert {"policy_loss", "value_loss", "adapt_loss", "imitation_loss"} <= set(info)
+
+
+@pytest.mark.parametrize("phase", ["train", "finetune"])
+def test_the_formulas_of_train_policy_and_train_adapt(phase: Any) -> None:
+    one: dict[str, Any] = dict.fromkeys(("num_epochs", "num_minibatches", "adapt_epochs", "adapt_minibatches"), 1)
+    cfg = PPOROAConfig(phase=phase, normalize_advantage="none", min_frames=1, finetune_target_kl=10.0, **one)
+    env = make_env("payload", N)
+    policy = PPOROA(make_networks(env), cfg)
+    tensordict = SyncCollector(env, policy.rollout_policy, keep=policy.required_keys, seed=0).collect(T)
+    # As if the weights had moved since the rollout, so that the ratio is not 1 everywhere and some of it is clipped.
+    tensordict["sample_log_prob"] += 0.3 * torch.randn_like(tensordict["sample_log_prob"])
+    before = make_networks(env)
+    before.load_state_dict(policy.roa.state_dict())
+    info = policy.train_op(tensordict)
+    after, obs = policy.roa, tensordict["observation"]
+    exp, mse, eps = torch.exp, nn.functional.mse_loss, cfg.clip
+
+    with torch.no_grad():
+        # _update_ppo
+        actor = before.teacher if phase == "train" else before.student
+        dist: Any = actor.get_dist(obs)
+        log_probs = dist.log_prob(tensordict["action"])
+        adv, ret = tensordict["advantage"], tensordict["return"]
+        ratio = exp(log_probs - tensordict["sample_log_prob"])
+        surr1 = adv * ratio
+        surr2 = adv * ratio.clamp(1 - eps, 1 + eps)
+        policy_loss = -torch.min(surr1, surr2).mean()
+        assert (surr1 > surr2).any()
+        torch.testing.assert_close(info["policy_loss"], policy_loss)
+        torch.testing.assert_close(info["value_loss"], 0.5 * mse(before.get_value(obs), ret))
+
+        # train_adapt, with the encoder and the teacher that PPO has just updated
+        seen = before.normalized(obs)
+        priv_feature, priv_pred = after.encoder_priv(seen), before.adapt_module(seen)
+        torch.testing.assert_close(info["adapt_loss"], mse(priv_pred, priv_feature))
+        if phase == "train":
+            dist_teacher, dist_student = after.actor(seen, priv_feature), before.actor_adapt(seen, priv_pred)
+            torch.testing.assert_close(info["imitation_loss"], mse(dist_student.mean, dist_teacher.mean))
+
+        # soft_copy_(self.adapt_module, self.adapt_ema, tau=0.04)
+        for old, new, ema in zip(
+            before.adapt_ema.parameters(), after.adapt_module.parameters(), after.adapt_ema.parameters(), strict=True
+        ):
+            torch.testing.assert_close(ema, 0.96 * old + 0.04 * new)
+
+
+@pytest.mark.parametrize("kind", ["teacher", "student", "actor-critic"])
+def test_a_rollout_samples_and_training_evaluates_the_old_action(kind: str) -> None:
+    env = make_env("payload", N)
+    networks = make_networks(env)
+    policy: Policy = ActorCritic.for_env(env) if kind == "actor-critic" else getattr(networks, kind)
+    obs = env.reset(seed=0)
+
+    with torch.inference_mode():
+        dist = policy.get_dist(obs)
+        action = dist.sample()
+        log_prob = dist.log_prob(action)
+    old_action, log_prob_old = action.clone(), log_prob.clone()
+
+    dist = policy.get_dist(obs)
+    log_prob_new = dist.log_prob(old_action)
+    ratio = torch.exp(log_prob_new - log_prob_old)
+    torch.testing.assert_close(ratio, torch.ones(N, 1))
+    assert log_prob_new.requires_grad
+    assert not log_prob_old.requires_grad
 
 
 def test_a_rollout_samples_and_an_evaluation_does_not() -> None:
     env = make_env("payload", N)
-    algorithm = PPOROA(make_policy(env))
+    algorithm = PPOROA(make_networks(env))
     carry = {"observation": env.reset(seed=0)}
     acting = algorithm.get_rollout_policy("train")
-    assert not torch.equal(acting.act(carry)["action"], acting.act(carry)["action"])
+    assert not torch.equal(acting(carry)["action"], acting(carry)["action"])
     deployed = algorithm.get_rollout_policy("eval")
-    assert torch.equal(deployed.act(carry, deterministic=True)["action"], deployed.act(carry, True)["action"])
+    assert torch.equal(deployed(carry)["action"], deployed(carry)["action"])
     # The next rollout uses the updated weights, because it is the same network.
-    assert acting is algorithm.get_rollout_policy("train")
+    assert acting.policy is algorithm.get_rollout_policy("train").policy is algorithm.roa.teacher
 
 
 # Which module is used, and which is updated, in which phase
@@ -148,7 +264,7 @@ TABLE = {
 @pytest.mark.parametrize("phase", TABLE)
 def test_the_table_of_modules(phase: Any) -> None:
     env = make_env("payload", N)
-    policy = make_policy(env)
+    policy = make_networks(env)
     algorithm = PPOROA(policy, PPOROAConfig(phase=phase, num_steps=8))
     trainer = Trainer(env, policy, algorithm)
     uses = Uses(policy)
@@ -169,7 +285,7 @@ def test_the_table_of_modules(phase: Any) -> None:
 
 def test_train_op_runs_the_documented_epochs_and_minibatches(monkeypatch: pytest.MonkeyPatch) -> None:
     env = make_env("payload", N)
-    policy = make_policy(env)
+    policy = make_networks(env)
     algorithm = PPOROA(policy, PPOROAConfig())
     steps = counted(algorithm._run_step, "function", monkeypatch)
     adapt_steps = counted(algorithm._run_adapt_step, "function", monkeypatch)
@@ -179,7 +295,7 @@ def test_train_op_runs_the_documented_epochs_and_minibatches(monkeypatch: pytest
 
 def test_the_share_of_time_in_rollout_and_training_is_logged(tmp_path: Path) -> None:
     env = make_env("payload", N)
-    policy = make_policy(env)
+    policy = make_networks(env)
     algorithm = PPOROA(policy, PPOROAConfig(num_steps=8))
     trainer = Trainer(env, policy, algorithm, loggers=[JsonlLogger(tmp_path / "metrics.jsonl")])
     trainer.learn(3 * 8 * N)  # the first rollout teaches the normaliser

@@ -18,7 +18,8 @@ from tensordict import TensorDict
 from tests.suite_session import FAILING, RLOO, TASKS, entries, imitate, options, train
 from torch.utils.data import DataLoader
 
-from apexrl import make_suite
+import apexrl
+from apexrl import RLOOConfig, make_suite
 from apexrl.cli import main
 from apexrl.collectors import InitStateDataset, RolloutGenerator, SuiteRunner
 from apexrl.collectors.init_states import hash_init_state
@@ -95,14 +96,63 @@ def test_step_1_without_dynamic_sampling_every_batch_gives_a_training_step(
         "features.save_video": "false",
     }
     assert main(["train", "--config_path", str(preset), "--run-dir", str(tmp_path / "run"), *options(values)]) == 0
-    assert "Dropped" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Dropped" not in said
+    # Nobody should have to look into a file to learn that nothing was learned.
+    assert "WARNING: nothing was learned" in said.splitlines()[-1]
+    assert "task.num_demos" in said
     final = results(tmp_path / "run")
-    assert final["total_steps"] == 2
+    assert final["total_steps"] == final["training_metrics"][-1]["total_steps"] == 2
+    assert final["optimizer_steps"] == 0
     # Two groups of four rollouts of ten control steps, twice.
     assert final["environment_steps"] == 2 * 2 * 4 * 10
     assert [line["iteration"] for line in final["training_metrics"]] == [1, 2]
     assert all(line["collect/groups_dropped"] == 0 for line in final["training_metrics"])
     assert all(line["train/success"] == 0 for line in final["training_metrics"])
+
+
+def test_step_1_the_documents_command_learns_from_demonstrations_that_it_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preset = resources.files("apexrl") / "presets" / "stage11_ript_vla.yaml"
+    config = load_config(str(preset))
+    assert (config.policy.kind, config.task.num_envs) == ("vla", 32)
+    assert isinstance(config.task, SuiteConfig)
+    assert config.task.num_demos > 0
+    # The preset on an easier task, with a smaller vla, for seconds instead of minutes.
+    values = {name: value for name, value in RLOO.items() if not name.startswith("policy.")} | {
+        "task.task_names_to_use": f"[{TASKS[0]}]",
+        "policy.width": "32",
+        "policy.depth": "1",
+        "policy.heads": "2",
+        "algo.imitation_updates": "60",
+        "algo.imitation_batch_size": "32",
+        "training.eval_episodes": "8",
+        "training.final_eval_episodes": "8",
+        "features.save_video": "false",
+    }
+    assert main(["train", "--config_path", str(preset), "--run-dir", str(tmp_path / "run"), *options(values)]) == 0
+    said = capsys.readouterr().out
+    assert f"Recording 1 demonstration of {TASKS[0]}" in said
+    assert "After imitation: return" in said
+    assert "nothing was learned" not in said
+    final, imitation = results(tmp_path / "run"), results(tmp_path / "run" / "imitation")
+    assert (final["total_steps"], imitation["total_steps"]) == (2, 60)
+    assert final["optimizer_steps"] > 0
+    assert imitation["evaluations"][-1]["overall_success_rate"] > 0
+    assert final["evaluations"][-1]["overall_success_rate"] > 0
+    # No rollout is run but those that are learned from: a vla is normalised by its demonstrations.
+    collected = sum(line["collect/control_steps"] for line in final["training_metrics"])
+    assert final["environment_steps"] == collected
+
+
+def test_step_1_a_new_normaliser_sees_one_episode_of_each_environment_not_a_whole_batch(tmp_path: Path) -> None:
+    values = {**RLOO, **FAILING, "algo.enable_dynamic_sampling": "false", "training.num_train_steps": "1"}
+    assert train("stage11_ript_vla", tmp_path / "run", values, algo__num_groups="5") == 0
+    # Five groups of four rollouts of ten control steps; and one episode in each of the four environments.
+    assert results(tmp_path / "run")["environment_steps"] == 5 * 4 * 10 + 4 * 10
+    stats = entries(tmp_path / "run" / "rollout_stats.json")
+    assert sum(len(entry["outcomes"]) for entry in stats.values()) == 5 * 4
 
 
 def test_step_2_the_rollout_generator_takes_its_twelve_arguments(
@@ -114,8 +164,8 @@ def test_step_2_the_rollout_generator_takes_its_twelve_arguments(
         rollouts_per_env=GROUP_SIZE,
         num_envs=2,
         max_steps=HORIZON,
-        agent_gpus=[],
-        init_state_dataloader=DataLoader(dataset, batch_size=2, collate_fn=list),  # type: ignore[arg-type]
+        agent_gpus=[0],
+        init_state_dataloader=DataLoader(dataset, batch_size=2),
         init_state_dataset=dataset,
         enable_dynamic_sampling=False,
         rollout_skip_threshold=3,
@@ -153,6 +203,38 @@ def test_step_2_use_val_init_draws_from_the_other_split(suite: TaskSuite, env: S
     found = {episode["init_state_hash"] for episode in generator.generate_rollouts()}
     assert not found & states_of(suite).keys()
     assert found <= {hash_init_state(state) for task_id in (0, 1) for state in suite.init_states(task_id, "val")}
+
+
+def test_step_2_use_val_init_is_passed_through_from_the_file(start: Path, suite: TaskSuite, tmp_path: Path) -> None:
+    values = {**RLOO, **FAILING, "algo.use_val_init": "true", "training.num_train_steps": "1"}
+    assert train("stage11_ript_vla", tmp_path / "run", values, training__init_from=str(start)) == 0
+    found = entries(tmp_path / "run" / "rollout_stats.json").keys()
+    held_out = {hash_init_state(state) for task_id in (0, 1) for state in suite.init_states(task_id, "val")}
+    assert found
+    assert found <= held_out
+
+
+def test_step_2_max_steps_ends_episodes_before_the_environments_do(
+    suite: TaskSuite, env: SuiteVecEnv, policy: Policy
+) -> None:
+    generator = RolloutGenerator(SuiteRunner(env, policy), 2, 2, max_steps=12)
+    assert [episode["control_steps"] for episode in generator.generate_rollouts()] == [12] * 4  # too few to succeed
+
+
+def test_step_2_a_shuffling_loader_goes_over_states_of_every_length(
+    suite: TaskSuite, env: SuiteVecEnv, policy: Policy
+) -> None:
+    dataset = InitStateDataset(suite)
+    assert len({len(dataset[index]["init_state"]) for index in range(len(dataset))}) == 2
+    torch.manual_seed(0)
+    loader = DataLoader(dataset, batch_size=4, shuffle=True)
+    episodes = RolloutGenerator(
+        SuiteRunner(env, policy), 2, 4, max_steps=5, init_state_dataloader=loader, init_state_dataset=dataset
+    ).generate_rollouts()
+    known = states_of(suite)
+    assert len({episode["init_state_hash"] for episode in episodes}) == 4
+    assert all(known[episode["init_state_hash"]] == episode["task_name"] for episode in episodes)
+    assert {episode["task_name"] for episode in episodes} == set(TASKS)
 
 
 def test_step_3_statistics_grow_over_runs(start: Path, suite: TaskSuite, tmp_path: Path) -> None:
@@ -259,6 +341,20 @@ def test_step_5_an_empty_list_of_tasks_takes_all_of_the_benchmark(tmp_path: Path
     assert {entry["task"] for entry in entries(tmp_path / "run" / "rollout_stats.json").values()} == names
 
 
+@pytest.mark.parametrize("line", ["task_names_to_use:", "task_names_to_use: []", ""])
+def test_step_5_task_names_to_use_may_be_deleted_or_left_empty(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "stage12.yaml"
+    file.write_text(
+        f"task:\n  benchmark_name: libero_10\n  {line}\n  num_parallel_envs: 2\n"
+        "algo:\n  name: rloo\n  rloo_batch_size: 4\nfeatures:\n  save_video: false\n",
+        encoding="utf-8",
+    )
+    task = load_config(str(file)).task
+    assert isinstance(task, SuiteConfig)
+    assert task.task_names_to_use == ()
+    assert make_suite("mt10", None).num_tasks == 10
+
+
 def test_step_6_samples_carry_their_task(suite: TaskSuite, env: SuiteVecEnv, policy: Policy) -> None:
     dataset = InitStateDataset(suite)
     assert set(dataset[0]) == {"task_id", "init_state"}
@@ -300,13 +396,22 @@ def test_step_7_simulators_are_made_once_for_each_task(suite: TaskSuite, env: Su
     assert generator.created_envs == {}
 
 
-def test_step_7_reuse_can_be_switched_off(suite: TaskSuite, policy: Policy) -> None:
-    env = SuiteVecEnv(suite, 1, chunk=CHUNK, num_workers=0, max_cached_envs=1, max_steps=5)
-    generator = RolloutGenerator(SuiteRunner(env, policy), 2, 2)
+@pytest.mark.parametrize("tasks", [TASKS, TASKS[:1]])
+def test_step_7_reuse_can_be_switched_off(policy: Policy, tasks: tuple[str, ...]) -> None:
+    env = SuiteVecEnv(make_suite("mt50", tasks), 1, chunk=CHUNK, num_workers=0, max_steps=5)
+    generator = RolloutGenerator(SuiteRunner(env, policy), 2, 2, reuse_envs=False)
     for _ in range(2):
         generator.generate_rollouts()
-        assert generator.metrics()["collect/envs_created"] == 2
+        assert generator.metrics()["collect/envs_created"] == len(tasks)
+        assert generator.created_envs == {}
     generator.cleanup()
+
+
+def test_step_7_the_switch_is_in_the_file_too(start: Path, tmp_path: Path) -> None:
+    values = {**RLOO, **FAILING, "task.reuse_envs": "false", "task.task_names_to_use": f"[{TASKS[0]}]"}
+    values |= {"algo.enable_dynamic_sampling": "false", "training.init_from": str(start)}
+    assert train("stage11_ript_vla", tmp_path / "run", values) == 0
+    assert [line["collect/envs_created"] for line in results(tmp_path / "run")["training_metrics"]] == [1, 1]
 
 
 def test_step_8_an_episode_is_compared_with_the_others_of_its_group() -> None:
@@ -341,6 +446,40 @@ def test_step_8_advantages_weigh_the_flow_matching_loss(suite: TaskSuite) -> Non
     assert loss(-1e6 * torch.ones_like(advantages)) == loss(-torch.ones_like(advantages))
 
 
+def test_step_8_advantages_of_the_groups_are_joined_and_given_to_the_adapter(suite: TaskSuite) -> None:
+    torch.manual_seed(0)
+    env = SuiteVecEnv(suite, 4, chunk=CHUNK, num_workers=0, max_steps=10)
+    flow = VLAPolicy.for_env(env, chunk=CHUNK, head="flow", width=32, depth=1, heads=2)
+    rollout_generator = RolloutGenerator(SuiteRunner(env, flow), 2, 2)
+    episodes = rollout_generator.generate_rollouts()
+    rollout_generator.cleanup()
+    rewards = [1.0, 0.0, 0.0, 1.0]  # as if one of each group had succeeded
+    advantages = []
+    for group in sorted({episode["group"] for episode in episodes}):
+        r = [reward for reward, episode in zip(rewards, episodes, strict=True) if episode["group"] == group]
+        advantages += [r_i - (sum(r) - r_i) / (len(r) - 1) for r_i in r]
+    assert advantages == [1.0, -1.0, -1.0, 1.0]
+    adapter = PI0_CFG_Adapter(flow)
+    adapter.set_episodes(episodes)
+    loss = adapter.compute_weighted_loss(torch.tensor(advantages))
+    loss.backward()
+    assert any(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in flow.parameters())
+
+
+def test_step_8_rloo_learns_from_the_list_of_episodes(suite: TaskSuite, env: SuiteVecEnv, start: Path) -> None:
+    learned = []
+    for as_list in (True, False):
+        torch.manual_seed(0)
+        policy = load_trained(start).policy
+        algorithm = apexrl.RLOO(policy=policy, cfg=RLOOConfig(rloo_batch_size=GROUP_SIZE, num_epochs=1))
+        rollout_generator = RolloutGenerator(SuiteRunner(env, policy), GROUP_SIZE, 2)
+        episodes = rollout_generator.generate_rollouts() if as_list else rollout_generator.collect()
+        metrics = algorithm.update(episodes)
+        assert metrics["updates"] > 0
+        learned.append(torch.cat([parameter.detach().flatten() for parameter in policy.parameters()]))
+    assert torch.equal(*learned)
+
+
 def test_step_8_the_baseline_of_the_whole_batch_can_be_selected_to_compare(start: Path, tmp_path: Path) -> None:
     values = {**RLOO, "algo.num_groups": "4", "training.num_train_steps": "1", "training.init_from": str(start)}
     values["algo.enable_dynamic_sampling"] = "false"
@@ -361,7 +500,7 @@ def test_step_9_every_log_freq_steps_all_tasks_are_evaluated(start: Path, tmp_pa
     values |= {"logging.log_freq": "2", "training.num_train_steps": "4", "training.final_eval_episodes": "2"}
     assert train("stage11_ript_vla", run_dir, values) == 0
     found = entries(run_dir / "metrics.json")
-    assert [entry["step"] for entry in found] == [2, 4, 4]  # the last one is that of the end
+    assert [entry["step"] for entry in found] == [2, 4]  # the evaluation at the end takes the place of the periodic one
     for entry in found:
         assert entry["overall_success_rate"] == entry["reward"] == 0
         assert set(entry["per_task"]) == set(TASKS)
@@ -369,11 +508,14 @@ def test_step_9_every_log_freq_steps_all_tasks_are_evaluated(start: Path, tmp_pa
         for task in entry["per_task"].values():
             low, high = task["interval"]
             assert low == task["success_rate"] == 0 < high
+    # Training, too, says how each task fares.
+    for line in read_json_lines(run_dir / "metrics.jsonl"):
+        assert [line[f"rollout/success_rate/{task}"] for task in TASKS] == [0.0, 0.0]
     # A run that goes on appends to it.
     assert main(["train", "--resume", str(run_dir), "--training.num_train_steps", "6"]) == 0
     longer = entries(run_dir / "metrics.json")
-    assert longer[:2] == found[:2]
-    assert [entry["step"] for entry in longer] == [2, 4, 6, 6]
+    assert longer[0] == found[0]
+    assert [entry["step"] for entry in longer] == [2, 4, 6]
     assert results(run_dir)["evaluations"] == longer
 
 
@@ -382,6 +524,41 @@ def test_step_9_the_runner_evaluates_by_itself_too(suite: TaskSuite, env: SuiteV
     assert found["episodes"] == 4
     assert set(found["per_task"]) == set(TASKS)
     assert found["success_rate"] == found["return"] == np.mean([t["success_rate"] for t in found["per_task"].values()])
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_appendix_the_benchmark_has_a_fixed_set_of_init_states(suite: TaskSuite, split: Any) -> None:
+    benchmark, task_id = suite, 1
+    states = benchmark.get_task_init_states(task_id, split=split)
+    assert states.ndim == 2
+    train = {hash_init_state(state) for state in benchmark.get_task_init_states(task_id, split="train")}
+    assert len(states) == len(train) == 50
+    assert {hash_init_state(state) for state in states} & train == (train if split == "train" else set())
+    np.testing.assert_array_equal(states, benchmark.init_states(task_id, split))
+
+
+def test_appendix_the_runner_may_draw_random_init_states(suite: TaskSuite, env: SuiteVecEnv, policy: Policy) -> None:
+    runner = SuiteRunner(env, policy, random_init=True)
+    episodes = RolloutGenerator(runner, 2, 4, max_steps=5).generate_rollouts()
+    hashes = [episode["init_state_hash"] for episode in episodes]
+    fixed = {
+        hash_init_state(state)
+        for task_id in (0, 1)
+        for split in ("train", "test")
+        for state in suite.get_task_init_states(task_id, split=split)
+    }
+    assert hashes[::2] == hashes[1::2]
+    assert len(set(hashes) - fixed) == 4
+    again = RolloutGenerator(runner, 2, 4, max_steps=5).generate_rollouts()
+    assert [episode["init_state_hash"] for episode in again] == hashes
+
+
+def test_appendix_random_init_states_can_be_asked_for_in_the_file(start: Path, tmp_path: Path) -> None:
+    values = {**RLOO, **FAILING, "task.random_init": "true", "training.init_from": str(start)}
+    values |= {"algo.enable_dynamic_sampling": "false", "training.num_train_steps": "1", "logging.log_freq": "1"}
+    assert train("stage11_ript_vla", tmp_path / "run", values) == 0
+    assert results(tmp_path / "run")["total_steps"] == 1
+    assert not list((tmp_path / "run").rglob("*rollout_stats*"))
 
 
 def test_step_10_the_presets_hold_what_the_document_recommends() -> None:

@@ -1,15 +1,19 @@
-"""Document 003: trainer, collector, algorithm, policy, nearly as the document writes them."""
+"""Document 003: trainer, collector, algorithm, policy, as the document writes them."""
 
+import inspect
+import math
 from typing import Any
 
 import gymnasium as gym
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.point_suite import PointSuite
 from torch import Tensor, nn
 
 from apexrl import (
     PPO,
+    RLOO,
     SAC,
     ActorCritic,
     AsyncCollector,
@@ -19,49 +23,114 @@ from apexrl import (
     Policy,
     PolicyOutput,
     PPOConfig,
+    RLOOConfig,
     SACConfig,
     SACPolicy,
+    SuiteVecEnv,
     SyncCollector,
     Trainer,
+    VLAPolicy,
     make_env,
 )
-from apexrl.errors import ConfigError
+from apexrl.config import load_config
+from apexrl.errors import ConfigError, EnvError
 from apexrl.metrics import EpisodeMetrics
+from apexrl.run import make_policy
 
 
-def test_the_complete_training_flow() -> None:
+def test_the_complete_training_flow(capsys: pytest.CaptureFixture[str]) -> None:
     env = make_env("pendulum", 4)
-    policy = ActorCritic.for_env(env)
-    algorithm = PPO(policy=policy, cfg=PPOConfig(num_steps=16))
+    policy = ActorCritic(env.observation_space, env.action_space)
+    algorithm = PPO(policy=policy)
     device = torch.device("cpu")
+    n_epochs = 2
 
-    # 1.
     trainer = Trainer(
         env=env,
         policy=policy,
         algorithm=algorithm,
     )
-    # 2.
+
     collector = SyncCollector(
         env=env,
         policy=policy,
         device=device,
     )
-    # 3.
-    for epoch in range(2):
+
+    for epoch in range(n_epochs):
         rollout = collector.collect(
-            n_steps=32,
+            n_steps=2048,
             reset=True,
         )
-        assert rollout.batch_size == torch.Size([32, 4])
+        assert rollout.batch_size == torch.Size([2048, 4])
+
         metrics = algorithm.update(rollout)
+        assert {"loss", "clip_frac"} <= set(metrics)
+
         eval_reward = trainer.evaluate(
-            n_episodes=4,
+            n_episodes=10,
             deterministic=True,
         )
-        line = f"Epoch {epoch}: reward={eval_reward}, loss={metrics['loss']}"
-        assert "4 episodes" in line
-        assert {"loss", "clip_frac"} <= set(metrics)
+
+        print(f"Epoch {epoch}: reward={eval_reward}, loss={metrics['loss']}")
+        assert eval_reward.num_episodes == 10
+        assert eval_reward < 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": reward=return ")[0] for line in lines] == ["Epoch 0", "Epoch 1"]
+
+
+def test_the_workflow_of_a_collector() -> None:
+    env = make_env("pendulum", 4)
+    policy = ActorCritic.for_env(env)
+    n_steps, rows = 8, []
+    obs = env.reset(0)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for _ in range(n_steps):
+            action, log_prob, value = policy.forward(obs, deterministic=False)
+            # A copy: simulators reuse their buffers.
+            row = {"observation": obs, "action": action, "value": value, "sample_log_prob": log_prob}
+            rows.append({name: x.clone() for name, x in row.items()})
+            obs, reward, terminated, truncated, *_ = env.step(action)
+            rows[-1].update(reward=reward.clone(), done=terminated | truncated)
+    by_hand = TensorDict({name: torch.stack([row[name] for row in rows]) for name in rows[0]}, batch_size=[8, 4])
+    torch.manual_seed(0)
+    rollout = SyncCollector(env, policy, torch.device("cpu"), seed=0).collect(n_steps, reset=True)
+    for name in by_hand.keys():  # noqa: SIM118
+        torch.testing.assert_close(rollout[name], by_hand[name])
+
+
+def test_deterministic_evaluation() -> None:
+    env = make_env("pendulum", 4)
+    policy, obs = ActorCritic.for_env(env), env.reset(0)
+    dist: Any = policy.get_dist(obs)
+
+    torch.manual_seed(0)
+    action = policy.forward(obs, deterministic=False).action
+    torch.manual_seed(0)
+    assert torch.equal(action, dist.sample())
+
+    action = policy.forward(obs, deterministic=True).action
+    assert torch.equal(action, dist.mean)
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (Trainer, ["env", "policy", "algorithm"]),
+        (SyncCollector, ["env", "policy", "device"]),
+        (AsyncCollector, ["env", "policy", "device"]),
+        (BaseCollector.collect, ["self", "n_steps", "reset"]),
+        (Trainer.evaluate, ["self", "n_episodes", "deterministic"]),
+        (BaseAlgorithm.update, ["self", "rollout"]),
+        (Policy.forward, ["self", "obs", "deterministic"]),
+        (Policy.evaluate_actions, ["self", "obs", "action"]),
+        (Policy.get_value, ["self", "obs"]),
+    ],
+)
+def test_arguments_have_the_documents_names_and_order(function: Any, names: list[str]) -> None:
+    assert list(inspect.signature(function).parameters)[: len(names)] == names
 
 
 def test_the_batch_has_the_documented_keys_and_shapes() -> None:
@@ -151,6 +220,75 @@ class TwiceCollector(BaseCollector):
         return joined
 
 
+class PlainLinearPolicy(LinearPolicy):
+    """Returns a plain tuple."""
+
+    def forward(self, obs: Tensor, deterministic: bool = False) -> Any:
+        return tuple(super().forward(obs, deterministic))
+
+
+class ActorCriticLoss(Reinforce):
+    """Reads the values of the rollout, without a word about keys."""
+
+    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
+        assert rollout["sample_log_prob"].shape == rollout["next_value"].shape == rollout["value"].shape
+        rollout["reward"] = rollout["reward"] - rollout["value"]
+        return super().update(rollout)
+
+
+class OnlyCollect(BaseCollector):
+    """One method, and no other attribute than its own."""
+
+    def __init__(self, inner: SyncCollector) -> None:
+        self.inner = inner
+
+    def collect(self, n_steps: int, reset: bool = False) -> TensorDict:
+        return self.inner.collect(n_steps, reset)
+
+
+def test_a_policy_returns_a_plain_tuple_an_update_reads_values_and_a_collector_has_only_collect() -> None:
+    env = make_env("pendulum", 4)
+    policy = PlainLinearPolicy(3, 1)
+    trainer = Trainer(env, policy, ActorCriticLoss(policy))
+    trainer.learn(64)
+    assert trainer.evaluate(2).num_episodes == 2
+    collector = OnlyCollect(SyncCollector(env, policy))
+    trainer = Trainer(env, policy, ActorCriticLoss(policy), collector=collector)
+    trainer.learn(128)
+    assert (trainer.iteration, len(collector.episode_metrics.means())) == (2, 0)
+
+
+def test_a_forward_that_returns_something_else_is_named() -> None:
+    class Four(LinearPolicy):
+        def forward(self, obs: Tensor, deterministic: bool = False) -> Any:
+            return (*super().forward(obs, deterministic), None)
+
+    with pytest.raises(TypeError, match=r"Four.forward must return \(action, log_prob, value\), got 4 values"):
+        Four(3, 1)(torch.zeros(2, 3))
+
+
+class Simulator:
+    """Steps as ``(obs, reward, done, extras)``."""
+
+    num_envs, num_actions, max_episode_length, device = 3, 1, 5, "cpu"
+
+    def get_observations(self) -> Tensor:
+        return torch.zeros(3, 2)
+
+    def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        return self.get_observations(), action[:, 0], torch.zeros(3, dtype=torch.bool), {}
+
+
+@pytest.mark.filterwarnings("ignore:.*hides the last state.*")
+@pytest.mark.parametrize("kind", [SyncCollector, AsyncCollector])
+def test_a_collector_wraps_a_raw_simulator_and_names_what_it_cannot_wrap(kind: Any) -> None:
+    policy = LinearPolicy(2, 1)
+    with kind(Simulator(), policy) as collector:
+        assert collector.collect(4).batch_size == torch.Size([4, 3])
+    with pytest.raises(EnvError, match=r"BrokenEnv is one of Gymnasium's own environments.*GymVecEnv"):
+        kind(BrokenEnv(), policy)
+
+
 def test_a_new_policy_algorithm_and_collector_are_one_subclass_each() -> None:
     env = make_env("pendulum", 4)
     policy = LinearPolicy(3, 1)
@@ -182,6 +320,26 @@ def test_the_complete_training_flow_with_sac() -> None:
     assert len(algorithm.replay) == 4 * 32
 
 
+def test_the_documents_loop_with_sac_and_the_default_collector() -> None:
+    env = make_env("pendulum", 4)
+    algorithm = SAC(env, SACConfig(batch_size=16, learning_starts=100, utd_ratio=0.1), device="cpu")
+    policy = algorithm.policy
+    trainer = Trainer(env=env, policy=policy, algorithm=algorithm)
+    collector = SyncCollector(env=env, policy=policy, device=torch.device("cpu"))
+    best, losses = -math.inf, []
+    for epoch in range(3):
+        rollout = collector.collect(n_steps=16, reset=True)
+        metrics = algorithm.update(rollout)
+        eval_reward = trainer.evaluate(n_episodes=2, deterministic=True)
+        best = max(best, eval_reward)
+        assert "nan" not in f"Epoch {epoch}: reward={eval_reward}, loss={metrics['loss']}"
+        losses.append(float(metrics["loss"]))
+    # The first 64 transitions are too few to learn from; their loss is reported all the same.
+    assert all(map(math.isfinite, losses))
+    assert losses[0] > 0
+    assert best < 0
+
+
 def test_sac_has_twin_critics_soft_updates_and_an_automatic_temperature() -> None:
     env = make_env("pendulum", 4)
     algorithm = SAC(env, SACConfig(num_steps=8, batch_size=16, learning_starts=1, utd_ratio=1 / 32), device="cpu")
@@ -194,11 +352,14 @@ def test_sac_has_twin_critics_soft_updates_and_an_automatic_temperature() -> Non
     assert algorithm.log_temperature.item() != 0.0
 
 
-@pytest.mark.parametrize("kind", [ActorCritic, SACPolicy])
-def test_policies_have_one_interface(kind: type[Policy]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(ActorCritic, {}), (SACPolicy, {}), (VLAPolicy, {"width": 32, "depth": 1, "heads": 2})],
+)
+def test_policies_have_one_interface(kind: type[Policy], options: dict[str, int]) -> None:
     env = make_env("pendulum", 4)
-    policy, obs = kind.for_env(env), env.reset(seed=0)
-    action, log_prob, value = policy(obs, deterministic=False)
+    policy, obs = kind.for_env(env, **options), env.reset(seed=0)
+    action, log_prob, value = policy.forward(obs, deterministic=False)
     assert [x.shape for x in (action, log_prob, value)] == [(4, 1)] * 3
     again, entropy = policy.evaluate_actions(obs, action)
     torch.testing.assert_close(again, log_prob)
@@ -231,6 +392,45 @@ def test_the_async_collector_collects_in_the_background(make: type[PPO] | type[S
     # Each rollout once, in order, and none older than one version.
     assert versions == sorted(versions)
     assert all(newest - 1 <= version <= newest for newest, version in enumerate(versions))
+
+
+@pytest.mark.parametrize("head", ["likelihood", "flow"])
+def test_a_vla_takes_the_place_of_an_actor_critic(head: Any) -> None:
+    env = make_env("pendulum", 4)
+    torch.manual_seed(0)
+    policy = VLAPolicy.for_env(env, head=head, width=32, depth=1, heads=2, value_head=True)
+    trainer = Trainer(env=env, policy=policy, algorithm=PPO(policy=policy, cfg=PPOConfig(num_steps=8, num_epochs=1)))
+    trainer.learn(64)
+    action, log_prob, value = policy.forward(env.reset(seed=0), deterministic=False)
+    assert [x.shape for x in (action, log_prob, value)] == [(4, 1)] * 3
+    assert value.abs().min() > 0
+    trainer.close()
+
+
+def test_a_vla_that_ppo_trains_by_its_file_has_a_value_head() -> None:
+    env = make_env("pendulum", 2)
+    config = load_config("lift_ppo", [("policy.kind", "vla")])
+    for algo, has_value in ((config.algo, True), (RLOOConfig(), False)):
+        assert make_policy(config.policy, env, torch.device("cpu"), algo).has_value == has_value
+
+
+def test_the_async_collector_serves_vla_models() -> None:
+    env = SuiteVecEnv(PointSuite(), 4, chunk=5, num_workers=0)
+    torch.manual_seed(0)
+    policy = VLAPolicy.for_env(env, chunk=5, width=32, depth=1, heads=2)
+    algorithm = RLOO(policy=policy, cfg=RLOOConfig(num_epochs=1))
+    device = torch.device("cpu")
+    collector = AsyncCollector(
+        env=env,
+        policy=policy,
+        device=device,
+    )
+    for _ in range(2):
+        rollout = collector.collect(n_steps=8)
+        assert {"group", "valid", "policy_version"} <= set(rollout.keys())
+        metrics = algorithm.update(rollout)
+        assert 0 <= metrics["success"] <= 1
+    collector.close()
 
 
 class BrokenEnv(gym.Env[Any, Any]):

@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from tests.contract.test_resume import Kill, command
 from tests.point_suite import PointSuite
-from tests.suite_session import RLOO, SMALL, TASKS, entries, imitate, options, train
+from tests.suite_session import FAILING, RLOO, SMALL, TASKS, entries, imitate, options, train
 
 from apexrl.agent import checkpoint
 from apexrl.cli import main
@@ -49,6 +49,8 @@ KILLED = {
     "logging.log_freq": "2",
     "features.save_video": "false",
 }
+IMITATED = {"task.num_demos": "1", "algo.imitation_updates": "12", "algo.imitation_batch_size": "8"}
+"""On top of RLOO: it begins with a short imitation of demonstrations that it records."""
 UPDATE, STATS = "apexrl.algorithms.rloo:RLOO.update", "apexrl.collectors.init_states:RolloutStats.write"
 
 
@@ -109,6 +111,17 @@ def test_rloo_holds_on_to_the_demonstrations_that_imitation_used(bc: Path, tmp_p
     assert train("stage11_ript_vla", tmp_path / "rloo", {**values, **anchor}) == 0
     (line,) = read_json_lines(tmp_path / "rloo" / "metrics.jsonl")
     assert line["train/imitation_loss"] != 0
+
+
+def test_rloo_collects_in_the_background(bc: Path, tmp_path: Path) -> None:
+    values = {**RLOO, "training.collector": "async", "training.init_from": str(bc), "training.num_train_steps": "3"}
+    assert train("stage11_ript_vla", tmp_path / "run", values) == 0
+    lines = read_json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == [1, 2, 3]
+    assert all(0 <= line["collect/staleness"] <= 1 and line["collect/groups_wanted"] == 2 for line in lines)
+    assert lines[-1]["total_steps"] == sum(line["collect/control_steps"] for line in lines)
+    assert main(["train", "--resume", str(tmp_path / "run"), "--training.num_train_steps", "4"]) == 0
+    assert [line["iteration"] for line in read_json_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 def test_demos_records_files_in_the_layout_of_libero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,11 +223,11 @@ def test_a_run_directory_holds_everything(rloo: Path) -> None:
         assert picture.width > 300
     final = entries(rloo / "final_training_results.json")
     lines = read_json_lines(rloo / "metrics.jsonl")
-    assert final["training_metrics"] == lines
-    assert final["total_steps"] == len(lines) == 2
-    assert (
-        final["environment_steps"] == lines[-1]["total_steps"] == sum(line["collect/control_steps"] for line in lines)
-    )
+    assert [line["train/mixed"] for line in final["training_metrics"]] == [line["train/mixed"] for line in lines]
+    assert final["total_steps"] == final["training_metrics"][-1]["total_steps"] == len(lines) == 2
+    steps = sum(line["collect/control_steps"] for line in lines)
+    assert final["environment_steps"] == final["training_metrics"][-1]["environment_steps"] == steps
+    assert final["optimizer_steps"] == sum(line["train/updates"] for line in lines) > 0
     assert final["evaluations"] == entries(rloo / "metrics.json")
     assert all("eval/return" in line for line in lines)
 
@@ -290,6 +303,7 @@ RUN = [
     "train", "stage11_ript_vla", "--task.benchmark_name", f"metaworld:{TASKS[0]}", "--task.num_workers", "0",
     "--task.num_parallel_envs", "4", "--training.device", "cpu",
 ]  # fmt: skip
+BARE = ["--task.num_demos", "0", "--algo.imitation_updates", "0"]
 IMITATE = ["train", "BC", "--task.benchmark_name", f"metaworld:{TASKS[0]}", "--task.num_workers", "0"]
 FREEZE = [
     "train", "mt10_rloo", "--task.benchmark_name", f"metaworld:{TASKS[0]}", "--task.num_workers", "0",
@@ -311,7 +325,7 @@ OF_SUITE = "task: {benchmark_name: mt10}\nalgo: {name: ppo}\n"
         ([*RUN, "--task.cameras", "[corner9]"], ["cameras", "corner9", "corner2"]),
         ([*RUN, "--task.cameras", "{a: 1}"], ["task.cameras", "list"]),
         ([*RUN, "--policy.kind", "gru"], ["policy.kind", "'vla', 'mlp'", "rloo", "gru"]),
-        ([*RUN, "--policy.actor_groups", "[picture]"], ["actor_groups", "picture", "state"]),
+        ([*RUN, "--policy.kind", "mlp", "--policy.actor_groups", "[picture]"], ["actor_groups", "picture", "state"]),
         ([*RUN, "--algo.rloo_batch_size", "1"], ["algo.rloo_batch_size", "at least 2", "got 1"]),
         ([*RUN, "--algo.rloo_batch_size", "many"], ["algo.rloo_batch_size", "integer", "many"]),
         ([*RUN, "--algo.loss", "weighted_flow"], ["algo.loss", "weighted_flow", "policy.head flow"]),
@@ -328,7 +342,15 @@ OF_SUITE = "task: {benchmark_name: mt10}\nalgo: {name: ppo}\n"
         (["train", "OF_TASK"], ["algo.name 'rloo'", "task.benchmark_name", "'lift'"]),
         (["train", "OF_SUITE"], ["algo.name 'ppo'", "task.id", "'mt10'"]),
         (["train", "mt10_bc", "--task.num_workers", "0"], ["algo.name bc", "task.demos", "apexrl demos"]),
-        ([*RUN, "--algo.imitation_coef", "0.1"], ["algo.imitation_coef needs task.demos", "apexrl demos"]),
+        ([*RUN, *BARE, "--algo.imitation_coef", "0.1"], ["algo.imitation_coef needs task.demos", "apexrl demos"]),
+        (
+            [*RUN, "--task.num_demos", "0"],
+            ["algo.imitation_updates needs demonstrations", "task.num_demos", "task.demos"],
+        ),
+        ([*RUN, "--task.num_demos", "51"], ["task.num_demos must be at most 50", "got 51"]),
+        ([*RUN, "--task.max_episode_length", "3"], ["task.num_demos: The expert", TASKS[0], "task.max_episode_length"]),
+        ([*RUN, "--task.num_demos", "-1"], ["task.num_demos must not be negative", "got -1"]),
+        ([*RUN, "--algo.imitation_learning_rate", "0"], ["algo.imitation_learning_rate must be positive", "got 0"]),
         ([*RUN, "--algo.imitation_coef", "-1"], ["algo.imitation_coef must not be negative", "got -1"]),
         ([*IMITATE, "--task.demos", "nowhere"], ["task.demos", "nowhere", "record"]),
         ([*IMITATE, "--task.demos", "BAD"], ["task.demos", f"{TASKS[0]}_demo.hdf5", "HDF5"]),
@@ -588,6 +610,75 @@ def test_ctrl_c_ends_a_recording_at_once_and_leaves_whole_files_alone(files: int
     found = [path.name for path in tmp_path.iterdir()]
     assert before <= len(found) <= before + 1  # neither of the two tasks under way is finished first, but by chance
     assert all(name.endswith("-v3_demo.hdf5") and not name.startswith(".") for name in found)
+
+
+def test_a_run_that_is_killed_while_it_records_imitates_and_begins_is_the_same(tmp_path: Path) -> None:
+    values = {**KILLED, **IMITATED, "task.task_names_to_use": f"[{', '.join(TASKS)}]", "training.num_train_steps": "2"}
+
+    def begin(run_dir: Path, kill: Kill | None = None) -> int:
+        arguments = ["train", "stage11_ript_vla", "--run-dir", str(run_dir), *options(values)]
+        return command(arguments, run_dir.parent, kill)
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert begin(whole) == 0
+    assert begin(killed, Kill("apexrl.demos:_write", 1)) == -signal.SIGKILL
+    (first,) = (killed / "demos").glob("*.hdf5")  # of two tasks
+    recorded = first.stat().st_mtime_ns
+    assert resume(killed, Kill("apexrl.algorithms.bc:BC.update", 7, "before")) == -signal.SIGKILL
+    assert len(list((killed / "demos").glob("*.hdf5"))) == 2
+    assert first.stat().st_mtime_ns == recorded
+    assert checkpoint.latest(killed / "imitation" / "checkpoints").name == checkpoint.checkpoint_name(6)
+    assert resume(killed, Kill(UPDATE, 1, "before")) == -signal.SIGKILL
+    assert not (killed / "checkpoints").exists()
+    imitated = (killed / "imitation" / "final_training_results.json").stat().st_mtime_ns
+    assert resume(killed) == 0
+    assert (killed / "imitation" / "final_training_results.json").stat().st_mtime_ns == imitated
+    assert_same_run(killed, whole)
+    assert numbers(killed / "imitation") == numbers(whole / "imitation")
+    assert [line["iteration"] for line in numbers(whole / "imitation")] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("stage", ["apexrl.suite_run.record_demos", "apexrl.algorithms.bc.BC.update"])
+def test_ctrl_c_before_the_first_rollout_keeps_what_was_done_and_says_how_to_resume(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    values = {**RLOO, **IMITATED, "task.task_names_to_use": f"[{TASKS[0]}]", "training.num_train_steps": "1"}
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, interrupt)
+        assert train("stage11_ript_vla", tmp_path / "run", values) == 130
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Resume with: apexrl train --resume {tmp_path / 'run'}" in said
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+    assert entries(tmp_path / "run" / "final_training_results.json")["total_steps"] == 1
+
+
+def test_a_run_of_bc_records_its_own_demonstrations(bc: Path, tmp_path: Path) -> None:
+    values = {**SMALL, "task.demos": "''", "task.num_demos": "2", "algo.num_updates": "3", "logging.log_interval": "1"}
+    assert train(str(bc.parent / "bc.yaml"), tmp_path / "run", values) == 0
+    for name in TASKS:
+        with h5py.File(tmp_path / "run" / "demos" / f"{name}_demo.hdf5") as file:
+            assert list(file["data"]) == ["demo_0", "demo_1"]
+            assert json.loads(file["data"].attrs["env_args"])["env_kwargs"]["horizon"] == 45
+    assert entries(tmp_path / "run" / "final_training_results.json")["optimizer_steps"] == 3
+
+
+def test_a_policy_to_start_from_takes_the_place_of_imitation(bc: Path, tmp_path: Path) -> None:
+    values = {**RLOO, **IMITATED, **FAILING, "training.init_from": str(bc), "training.num_train_steps": "1"}
+    assert train("stage11_ript_vla", tmp_path / "run", values) == 0
+    assert not (tmp_path / "run" / "demos").exists()
+    assert not (tmp_path / "run" / "imitation").exists()
+
+
+def test_what_is_wrong_with_a_run_is_said_before_it_imitates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {**RLOO, **IMITATED, "algo.loss": "weighted_flow"}
+    assert train("stage11_ript_vla", tmp_path / "run", values) == 2
+    assert "Recording" not in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_finished_run_can_be_resumed_and_made_longer(whole: Path, tmp_path: Path) -> None:

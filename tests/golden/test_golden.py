@@ -20,7 +20,7 @@ SETTINGS = {
     "lift_ppo": {"task.num_envs": "16"},
     "cartpole_ppo": {},
     "pendulum_ppo": {"task.num_envs": "16"},
-    "halfcheetah_ppo": {"algo.num_steps": "64", "algo.num_minibatches": "4"},
+    "halfcheetah_ppo": {"algo.num_steps": "64", "algo.num_minibatches": "4", "algo.std_schedule": "learned"},
     "pendulum_sac": {"algo.num_steps": "8", "algo.learning_starts": "8", "training.total_timesteps": "24"},
     # The third iteration is of phase finetune.
     "payload_roa": {"task.num_envs": "16", "policy.normalize_obs": "true", "algo.encoder_penalty": "0.1"},

@@ -30,13 +30,21 @@ pytestmark = pytest.mark.gpu
 
 
 def make_trainer(
-    task: str, acceleration: Acceleration, save_dir: Path | None = None, recurrent: bool = False
+    task: str, acceleration: Acceleration, save_dir: Path | None = None, recurrent: bool = False, gsde: bool = False
 ) -> Trainer:
     torch.manual_seed(0)
     env = make_env(task, 64, device="cuda")
     kind = RecurrentActorCritic if recurrent else ActorCritic
-    policy = kind.for_env(env, normalize_obs=True).cuda()
-    cfg = PPOConfig(num_steps=16, schedule="adaptive", normalize_reward=True)
+    head = {"gsde": True, "gsde_interval": 5, "init_std": 0.2} if gsde else {}
+    options: dict[str, Any] = head if recurrent else {"actor_cfg": head}
+    policy = kind.for_env(env, normalize_obs=True, **options).cuda()
+    cfg = PPOConfig(
+        num_steps=16,
+        schedule="adaptive",
+        normalize_reward=True,
+        std_schedule="capped" if gsde else "learned",
+        final_std=0.05,
+    )
     algorithm = PPO(policy=policy, cfg=cfg, acceleration=acceleration)
     collector = SyncCollector(env, policy, keep=PPO.required_keys, seed=0, acceleration=acceleration)
     return Trainer(env, policy, algorithm, TrainingConfig(save_interval=6), collector=collector, save_dir=save_dir)
@@ -47,13 +55,21 @@ def weights(trainer: Trainer) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("task", "recurrent"),
-    [("lift", False), ("cartpole", False), ("pendulum", False), ("payload", False), ("recall", True)],
+    ("task", "recurrent", "gsde"),
+    [
+        ("lift", False, False),
+        ("lift", False, True),
+        ("lift", True, True),
+        ("cartpole", False, False),
+        ("pendulum", False, False),
+        ("payload", False, False),
+        ("recall", True, False),
+    ],
 )
-def test_graphs_equal_eager(task: str, recurrent: bool) -> None:
+def test_graphs_equal_eager(task: str, recurrent: bool, gsde: bool) -> None:
     runs = []
     for acceleration in (Acceleration(graphs=False), Acceleration()):
-        trainer = make_trainer(task, acceleration, recurrent=recurrent)
+        trainer = make_trainer(task, acceleration, recurrent=recurrent, gsde=gsde)
         stats: list[dict[str, float]] = []
         trainer.add_callback("post_iteration", lambda _, s, stats=stats: stats.append(s))
         trainer.learn(10 * 16 * 64)
@@ -71,12 +87,32 @@ def test_graphs_equal_eager(task: str, recurrent: bool) -> None:
         assert graph["rollout/mean_reward"] == pytest.approx(eager["rollout/mean_reward"], rel=1e-3, abs=1e-4)
 
 
-def test_resume_continues_a_captured_run(tmp_path: Path) -> None:
-    whole = make_trainer("lift", Acceleration())
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_graphs_equal_eager_on_stale_rollouts(precision: Any, recurrent: bool) -> None:
+    found = []
+    for graphs in (False, True):
+        trainer = make_trainer("lift", Acceleration(graphs=graphs, precision=precision), recurrent=recurrent)
+        algorithm = trainer.algorithm
+        assert isinstance(algorithm, PPO)
+        for _ in range(WARM_UP_CALLS + 3):
+            batch = trainer.collector.collect(16)
+            batch["policy_version"] = torch.zeros(*batch.shape, 1, dtype=torch.long, device="cuda")
+            batch["sample_log_prob"] = batch["sample_log_prob"] - 0.3
+            algorithm.update(batch)
+        if graphs:
+            assert any(entry.graph is not None for entry in algorithm._captured_anchor.entries.values())
+        found.append(weights(trainer))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-2 if precision == "bf16" else 1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("gsde", [False, True])
+def test_resume_continues_a_captured_run(gsde: bool, tmp_path: Path) -> None:
+    whole = make_trainer("lift", Acceleration(), gsde=gsde)
     whole.learn(13 * 16 * 64)  # the first rollout teaches the normaliser
-    first = make_trainer("lift", Acceleration(), tmp_path)
+    first = make_trainer("lift", Acceleration(), tmp_path, gsde=gsde)
     first.learn(7 * 16 * 64)
-    second = make_trainer("lift", Acceleration(), tmp_path)
+    second = make_trainer("lift", Acceleration(), tmp_path, gsde=gsde)
     second.load_checkpoint("iteration_000006.pt")
     second.learn(13 * 16 * 64)
     torch.testing.assert_close(weights(second), weights(whole), rtol=1e-3, atol=1e-4)

@@ -42,7 +42,7 @@ def gym_env(task: type[gym.Env[Any, Any]]) -> VecEnv:
     ("task", "learning_rate", "steps", "at_least"),
     [
         (PixelTask, 3e-3, 6_000, 0.95),  # 0.5 by chance
-        (MultiDiscreteTask, 3e-3, 6_000, 0.95),  # 0.42 by chance
+        (MultiDiscreteTask, 3e-3, 8_000, 0.95),  # 0.42 by chance
         (MultiBinaryTask, 3e-3, 6_000, 0.95),  # 0.5 by chance
         (DictTask, 1e-3, 25_000, 0.9),  # 0.55 for the best action that ignores one of the groups
     ],

@@ -25,7 +25,7 @@ FAST = SACConfig(
 @pytest.mark.parametrize(
     ("task", "steps", "at_least"),
     [
-        (PixelAimTask, 3_000, 0.85),  # 0.5 for the best action without the picture
+        (PixelAimTask, 4_000, 0.85),  # 0.5 for the best action without the picture
         (DictTask, 4_000, 0.85),  # 0.55 for the best action that ignores one of the groups
     ],
 )

@@ -191,7 +191,7 @@ def _is_small(config: Config) -> bool:
     """Whether a configuration is started and over within seconds."""
     sizes = [getattr(config.task, "num_envs", 1) // 64, *(width // 128 for width in _widths(config))]
     limits = {"num_steps": 64, "num_epochs": 12, "num_minibatches": 64, "adapt_epochs": 12, "batch_size": 512,
-              "utd_ratio": 4, "num_critics": 12, "rloo_batch_size": 12, "num_groups": 12, "max_attempts": 6,
+              "utd_ratio": 4, "num_critics": 12, "rloo_batch_size": 12, "num_groups": 24, "max_attempts": 6,
               "replay_capacity": 2_000_000, "oversample": 4}  # fmt: skip
     over = [name for name, limit in limits.items() if (getattr(config.algo, name, 0) or 0) > limit]
     workers = getattr(config.task, "num_workers", 0) or 0
@@ -209,6 +209,8 @@ def _start(line: Line, example: Example, config: Config, words: list[str], run_d
     options = [f"--{name}={text}" for name, text in FORCED.items()]
     if not hasattr(config.task, "kwargs"):
         options.append("--task.num_workers=0")
+    if hasattr(config.algo, "imitation_updates"):
+        options += ["--algo.imitation_updates=2", "--algo.num_epochs=1"]
     output = run_dir.with_name("generated.txt")
     outcome = command([*words, *options], output, [(use_points, ())] if not hasattr(config.task, "kwargs") else [])
     if outcome.code == 0 and "Traceback" not in outcome.said:

@@ -20,6 +20,16 @@ def test_a_policy_does_not_differ_from_itself() -> None:
     assert comparison.real == []
     assert comparison.verdict() == "No real difference: A and B did the same in each of 3 paired episodes."
     assert comparison.fields["return"].interval == (0.0, 0.0)
+    low, high = comparison.fields["success_once"].interval
+    assert low < 0 < high, "three pairs do not show that the rates are the same"
+
+
+def test_one_pair_has_no_interval_of_the_return() -> None:
+    a = result([1.0], success_once=[1])
+    comparison = compare(a, a)
+    assert comparison.verdict() == "No real difference: A and B did the same in each of 1 paired episode."
+    assert comparison.to_dict()["return"]["interval"] is None
+    assert len(comparison.to_dict()["success_once"]["interval"]) == 2
 
 
 def test_pairing_finds_what_the_spread_of_episodes_would_hide() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,12 +30,13 @@ from apexrl.config import (
     read_source,
     with_overrides,
 )
-from apexrl.errors import ConfigError
+from apexrl.errors import ConfigError, EnvError
+from apexrl.metrics import MetricSpec
 from apexrl.policies.vla.policy import FREEZABLE
-from apexrl.run import _write_config
+from apexrl.run import _write_config, make_task
 from apexrl.sections import PolicyConfig, TaskConfig, VLAConfig
 
-PRESETS = ["cartpole_ppo", "halfcheetah_ppo", "lift_ppo", "pendulum_ppo"]
+PRESETS = ["cartpole_ppo", "halfcheetah_ppo", "hopper_ppo", "lift_ppo", "pendulum_ppo", "walker2d_ppo"]
 VLA = {"kind": "vla"}
 SUITE = {"task": {"benchmark_name": "mt10"}, "algo": {"name": "rloo"}}
 SOURCES = sorted(Path(apexrl.__file__).parent.rglob("*.py"))
@@ -69,6 +71,7 @@ def test_every_field_survives_config_yaml_when_it_differs_from_its_default(tmp_p
                 "num_envs": 6,
                 "num_workers": 2,
                 "kwargs": {"a": [1, 2.5, None], "b": {"c": ""}},
+                "metrics": {"distance": "last", "collision": {"event": True}},
             },
             "policy": {"hidden_dims": [8], "critic_hidden_dims": [9, 10], "actor_groups": ["x"], "init_std": 0.3},
             "algo": {"learning_rate": 1e-5, "target_kl": 0.02, "schedule": "adaptive"},
@@ -111,6 +114,24 @@ def test_overrides_replace_what_the_preset_says_and_leave_the_rest() -> None:
     assert config.task.kwargs == {"render_mode": "rgb_array", "limits": {"low": -2}}
 
 
+def test_metrics_are_declared_in_yaml_and_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "task: {id: CartPole-v1, metrics: {distance: last, collision: {reduce: max, event: true}}}\n"
+    )
+    config = load_config(str(tmp_path / "a.yaml"), [("task.metrics.distance", "min"), ("task.metrics.x.group", "mine")])
+    assert isinstance(config.task, TaskConfig)
+    assert config.task.metric_specs == [
+        MetricSpec("distance", "min"),
+        MetricSpec("collision", "max", event=True),
+        MetricSpec("x", group="mine"),
+    ]
+    config = load_config("cartpole_ppo", [("task.metrics", "{x: mean}")])
+    assert make_task(config, torch.device("cpu"), 1).metric_specs == {"x": MetricSpec("x", "mean")}
+    config = load_config("lift_ppo", [("task.metrics.x", "mean")])
+    with pytest.raises(EnvError, match=r"task\.id lift: lift declares its metrics itself"):
+        make_task(config, torch.device("cpu"), 1)
+
+
 def test_overrides_do_not_change_what_they_are_given() -> None:
     raw = {"task": {"kwargs": {"a": 1}}}
     assert with_overrides(raw, [("task.kwargs.a", "2")])["task"]["kwargs"] == {"a": 2}
@@ -144,6 +165,12 @@ def test_numbers_in_scientific_notation_are_numbers_also_where_yaml_reads_text(t
         ({"task": {"num_envs": True}}, ["task.num_envs", "number", "True"]),
         ({"task": {"id": 5}}, ["task.id", "string", "5"]),
         ({"task": {"kwargs": {3: 4}}}, ["task.kwargs", "string", "3"]),
+        ({"task": {"metrics": ["distance"]}}, ["task.metrics", "dictionary", "distance"]),
+        ({"task": {"metrics": {"distance": "median"}}}, ["task.metrics.distance", "'last'", "median"]),
+        ({"task": {"metrics": {"distance": 3}}}, ["task.metrics.distance.reduce", "'last'", "3"]),
+        ({"task": {"metrics": {"x": {"event": 1}}}}, ["task.metrics.x.event", "true or false", "1"]),
+        ({"task": {"metrics": {"x": {"redcue": "sum"}}}}, ["task.metrics.x", "'redcue'", "Did you mean 'reduce'?"]),
+        ({"task": {"metrics": {"return": "sum"}}}, ["task.metrics.return", "Rename it"]),
         ({"task": {"kwargs": {"when": {1, 2}}}}, ["task.kwargs.when", "{1, 2}", "quote"]),
         ({"policy": {"hidden_dims": "64,64"}}, ["policy.hidden_dims", "[64, 64]", "'64,64'"]),
         ({"policy": {"hidden_dims": [64, "x"]}}, ["policy.hidden_dims.1", "integer", "'x'"]),
@@ -184,7 +211,10 @@ def test_numbers_in_scientific_notation_are_numbers_also_where_yaml_reads_text(t
         ({"logging": {"log_interval": 0}}, ["logging.log_interval", "at least 1", "0"]),
         ({"logging": {"wandb": "on"}}, ["logging.wandb", "'offline'", "'on'"]),
         ({"task": {"num_envs": 2, "num_workers": 3}}, ["task.num_workers", "task.num_envs (2)", "3"]),
-        ({"policy": {"kind": "gru", "critic_groups": ["a"]}}, ["policy.critic_groups", "policy.kind is gru", "null"]),
+        (
+            {"policy": {"kind": "gru", "critic_hidden_dims": [8]}},
+            ["policy.critic_hidden_dims [8]", "policy.critic_groups", "null"],
+        ),
         (
             {"algo": {"num_minibatches": 99, "num_steps": 2}, "task": {"num_envs": 3}},
             ["algo.num_minibatches", "99", "6 samples", "lower it"],

@@ -19,8 +19,9 @@ from apexrl.envs.separate import SeparateEnvs
 from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.envs.suites import InitState, make_suite
 from apexrl.errors import EnvError
-from apexrl.evaluation import EvaluationResult, evaluate_starts, group_size
+from apexrl.evaluation import EvaluationResult, evaluate, evaluate_starts, group_size
 from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic, ROAPolicy
+from apexrl.policies.vla import VLAPolicy
 
 NUM_ENVS = (1, 3, 32)
 
@@ -151,6 +152,78 @@ def test_episodes_of_a_suite_that_renders_come_in_the_order_of_their_starts() ->
     assert results[0].episodes["episode_id"].tolist() == list(range(6))
     lengths = results[0].episodes["control_steps"]
     assert lengths.min() < lengths.max()
+
+
+class TwoModes(gym.Env[Any, Any]):
+    """Four steps that look alike; an action near 1 or -1 is right, which of them shows in the reward."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gym.spaces.Box(-2, 2, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.time = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.time += 1
+        reward = (abs(action[0]) > 0.8) + 0.01 * 2**self.time * (action[0] > 0.0)
+        return np.zeros(1, np.float32), float(reward), False, self.time == 4, {}
+
+
+def balanced(env: VecEnv, noise: str = "every_step") -> Policy:
+    """A flow policy whose field is exactly that of chunks that are 1 or -1, equally often."""
+    policy = VLAPolicy.for_env(env, head="flow", noise=noise)
+    assert policy.flow is not None
+
+    def field(expert: Any, prefix: Any, x: Tensor, time: Tensor) -> Tensor:
+        rest = (1.0 - time).unsqueeze(-1)
+        return ((x * time.unsqueeze(-1) / rest.square()).tanh() - x) / rest
+
+    policy.flow.field = field  # type: ignore[method-assign]
+    return policy
+
+
+@pytest.mark.parametrize("noise", ["every_step", "last_step"])
+def test_a_flow_draws_where_it_starts_and_so_finds_both_modes(noise: str) -> None:
+    env = GymVecEnv([TwoModes] * 8)
+    policy = balanced(env, noise)
+    result = evaluate(env, policy, 200)
+    right = np.floor(result.episodes["return"]).sum() / 800  # from the middle of the noise, between the modes: 0
+    assert right > 0.9
+    upper = (result.episodes["return"] % 1 / 0.02).round().astype(int)
+    assert set(upper) == set(range(16)), "each step takes either mode"
+    again, other = evaluate(env, policy, 200), evaluate(env, policy, 200, seed=1)
+    np.testing.assert_array_equal(again.episodes["return"], result.episodes["return"])
+    assert (other.episodes["return"] != result.episodes["return"]).mean() > 0.5
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    evaluate_starts(env, policy, SEEDS)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_a_flow_draws_follows_from_the_start_of_the_episode() -> None:
+    seeds = list(range(20))
+    results = [run(lambda n: GymVecEnv([TwoModes] * n), n, seeds, balanced) for n in NUM_ENVS]
+    assert_same(results)
+    assert len(set(results[0].episodes["return"])) > 8
+    backward = run(lambda n: GymVecEnv([TwoModes] * n), 3, seeds[::-1], balanced)
+    np.testing.assert_array_equal(backward.episodes["return"][::-1], results[0].episodes["return"])
+
+
+@pytest.mark.parametrize("renders", [False, True])
+def test_what_a_flow_draws_follows_from_the_init_state_of_a_suite(renders: bool) -> None:
+    suite = PointSuite(radius=0.6)
+    suite.renders = renders
+    starts = [InitState(task, suite.init_states(task)[index]) for index in range(3) for task in (0, 1)]
+
+    def flow(env: VecEnv) -> Policy:
+        return VLAPolicy.for_env(env, chunk=5, head="flow")
+
+    results = [run(lambda n: SuiteVecEnv(suite, n, num_workers=0), n, starts, flow) for n in (1, 4, 6)]
+    assert_same(results)
+    alone = run(lambda n: SuiteVecEnv(suite, n, num_workers=0), 1, starts[3:4], flow)
+    assert alone.episodes["control_steps"][0] == results[0].episodes["control_steps"][3]
 
 
 def test_episodes_come_in_the_order_of_their_starts_with_their_ends() -> None:

@@ -1,16 +1,22 @@
+import copy
 import csv
+import json
 import math
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tests.scripted import ScriptedEnv
+from torch import Tensor
 
 from apexrl.envs import make_env
 from apexrl.errors import EnvError
 from apexrl.evaluation import EvaluationResult, evaluate, record_video, save_step_csvs
 from apexrl.policies import ActorCritic, RecurrentActorCritic
+from apexrl.types import EnvStep
 
 
 def policy_for(env: ScriptedEnv) -> ActorCritic:
@@ -46,6 +52,33 @@ def test_success_once_and_at_the_end() -> None:
     assert (logs["eval/mean_reward"], logs["eval/std_reward"]) == (4.5, 1.5)
 
 
+class RareSuccess(ScriptedEnv):
+    """Reports ``success`` at the end of one episode only, and nothing elsewhere."""
+
+    def __init__(self, which: int | None) -> None:
+        super().__init__([2], [True])
+        self.which = which
+
+    def step(self, action: Tensor) -> EnvStep:
+        is_end = int(self.episode) == self.which and int(self.time) == 1
+        step = super().step(action)
+        return step._replace(metric={"success": torch.ones(1, 1)} if is_end else {})
+
+
+def test_a_success_that_is_reported_only_when_it_happens_is_a_rate_of_all_episodes() -> None:
+    env = RareSuccess(which=2)
+    result = evaluate(env, policy_for(env), 4)
+    assert result.episodes["success_once"].tolist() == [0.0, 0.0, 1.0, 0.0]
+    assert result.logs()["eval/success_rate"] == result.logs()["eval/success_at_end"] == 0.25
+
+
+def test_a_success_that_nobody_reports_is_zero_only_where_it_is_known() -> None:
+    env = RareSuccess(which=None)
+    assert "success_once" not in evaluate(env, policy_for(env), 4).episodes
+    result = evaluate(env, policy_for(env), 4, events={"success_once"})
+    assert result.logs()["eval/success_rate"] == 0.0
+
+
 def test_wilson_interval_of_eight_in_ten() -> None:
     # Wilson's interval of 8/10 at 95 %: centre (0.8 + 1.92/10) / 1.384 = 0.7168, half-width 0.2266.
     result = EvaluationResult({"return": np.zeros(10), "success_once": np.array([1.0] * 8 + [0.0] * 2)})
@@ -54,12 +87,10 @@ def test_wilson_interval_of_eight_in_ten() -> None:
     assert math.isclose(high, 0.9433, abs_tol=1e-3)
 
 
-def test_bootstrap_interval_covers_about_two_standard_errors() -> None:
-    values = np.random.default_rng(0).normal(5.0, 2.0, 400)
-    low, high = EvaluationResult({"return": values}).interval("return")
-    error = values.std() / 20
-    assert math.isclose(low, values.mean() - 1.96 * error, abs_tol=0.3 * error)
-    assert math.isclose(high, values.mean() + 1.96 * error, abs_tol=0.3 * error)
+def test_the_interval_of_the_return_is_students() -> None:
+    # Mean 3 and s² = 2.5 of five returns; t with four degrees of freedom is 2.7764.
+    low, high = EvaluationResult({"return": np.arange(1.0, 6.0)}).interval("return")
+    assert (3 - low, high - 3) == pytest.approx((2.7764 * math.sqrt(2.5 / 5),) * 2, abs=1e-4)
 
 
 def test_the_result_is_a_number_and_a_sentence() -> None:
@@ -73,6 +104,9 @@ def test_the_result_is_a_number_and_a_sentence() -> None:
 def test_one_episode_has_no_interval() -> None:
     one = EvaluationResult({name: np.ones(1) for name in ("return", "success_once", "success_at_end")})
     assert str(one) == "return 1.00, success 100.0 %, at the end 100.0 %, over 1 episode"
+    assert all(map(math.isnan, one.interval("return")))
+    assert one.record()["return_interval"] is None
+    assert one.record()["success_rate_interval"] == pytest.approx([0.2065, 1.0], abs=1e-3)  # Wilson's
 
 
 def test_evaluation_repeats_and_leaves_the_random_state_alone() -> None:
@@ -118,7 +152,8 @@ def test_step_tables(tmp_path: Path) -> None:
     assert paths == [tmp_path / "eval0" / f"env{index}" / "rewards.csv" for index in range(2)]
     with paths[1].open() as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["step", "reward", "success", "fail", "odd"]
+    assert list(rows[0]) == ["step", "reward", "done", "success", "fail", "odd"]
+    assert [float(row["done"]) for row in rows] == [0.0, 0.0, 1.0]
     assert [row["step"] for row in rows] == ["0", "1", "2"]
     assert [float(row["reward"]) for row in rows] == [1.0, 2.0, 3.0]
     assert [float(row["success"]) for row in rows] == [0.0, 1.0, 0.0]
@@ -143,3 +178,22 @@ def test_a_video_has_a_frame_a_step(tmp_path: Path) -> None:
     result = evaluate(env, ActorCritic.for_env(env), 2)
     assert len(frames) == int(result.episodes["episode_len"].sum())
     assert list(path.parent.iterdir()) == [path], "no temporary file stays"
+
+
+def test_a_result_is_its_mean_return_as_a_number() -> None:
+    result = EvaluationResult({"return": np.array([1.0, 3.0]), "episode_len": np.array([5.0, 7.0])}, num_lost=1)
+    assert result > 1
+    assert 1 < result <= 2.0
+    assert result == 2.0
+    assert max(-1.0, result) is result
+    assert sorted([result, 1.0]) == [1.0, 2.0]
+    assert (result + 1, 1 - result, result / 2, -result, abs(result)) == (3.0, -1.0, 1.0, -2.0, 2.0)
+    assert sum([result, result]) == 4.0
+    assert round(result, 1) == 2.0
+    assert np.mean([result, 4.0]) == 3.0
+    assert math.isclose(result, 2.0)
+    assert f"{result:.1f}" == "2.0"
+    assert json.dumps({"return": result}) == '{"return": 2.0}'
+    for other in (copy.deepcopy(result), pickle.loads(pickle.dumps(result)), replace(result, num_lost=1)):
+        assert other == 2.0
+        assert (other.num_lost, other.mean("episode_len"), str(other)) == (1, 6.0, str(result))

@@ -73,6 +73,7 @@ gym.register("apexrl-tests/Cameras-v0", lambda **kwargs: Cameras(**kwargs), max_
 KINDS: dict[str, tuple[str, dict[str, str]]] = {
     "lift": ("lift_ppo", {"policy.normalize_obs": "true", **ON_POLICY}),
     "cartpole": ("cartpole_ppo", ON_POLICY),
+    "gsde": ("lift_ppo", {"policy.gsde": "true", "policy.init_std": "0.2", **ON_POLICY}),
     "groups": ("lift_ppo", {"task.id": "apexrl-tests/Cameras-v0", "policy.normalize_obs": "true", **ON_POLICY}),
     "picture": (
         "lift_ppo",
@@ -109,6 +110,7 @@ KINDS: dict[str, tuple[str, dict[str, str]]] = {
 INPUTS = {
     "lift": ["observation"],
     "cartpole": ["observation"],
+    "gsde": ["observation"],  # noise is for exploration
     "groups": ["camera", "robot.gripper", "robot.joints"],
     "picture": ["observation"],
     "gru": ["observation", "hidden"],

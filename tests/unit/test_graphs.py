@@ -15,10 +15,13 @@ from apexrl import PPO, ActorCritic, PPOConfig, RecurrentActorCritic, SyncCollec
 from apexrl.graphs import Acceleration, Captured, Compiled, Stopwatch, _Entry
 
 
-def weights_after(acceleration: Acceleration, task: str, iterations: int, recurrent: bool = False) -> Tensor:
+def weights_after(
+    acceleration: Acceleration, task: str, iterations: int, recurrent: bool = False, gsde: bool = False
+) -> Tensor:
     torch.manual_seed(0)
     env = make_env(task, 8)
-    policy = (RecurrentActorCritic if recurrent else ActorCritic).for_env(env, normalize_obs=True)
+    options: dict[str, Any] = {"actor_cfg": {"gsde": True, "gsde_interval": 5, "init_std": 0.2}} if gsde else {}
+    policy = (RecurrentActorCritic if recurrent else ActorCritic).for_env(env, normalize_obs=True, **options)
     algorithm = PPO(policy=policy, cfg=PPOConfig(num_steps=16, num_epochs=2), acceleration=acceleration)
     collector = SyncCollector(env, policy, keep=PPO.required_keys, seed=0, acceleration=acceleration)
     for _ in range(iterations):
@@ -26,11 +29,12 @@ def weights_after(acceleration: Acceleration, task: str, iterations: int, recurr
     return torch.cat([p.detach().flatten() for p in policy.parameters()])
 
 
-def test_compiled_and_eager_agree_over_five_iterations() -> None:
-    eager = weights_after(Acceleration(), "lift", 5)
-    compiled = weights_after(Acceleration(compile=True), "lift", 5)
+@pytest.mark.parametrize("gsde", [False, True])
+def test_compiled_and_eager_agree_over_five_iterations(gsde: bool) -> None:
+    eager = weights_after(Acceleration(), "lift", 5, gsde=gsde)
+    compiled = weights_after(Acceleration(compile=True), "lift", 5, gsde=gsde)
     torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-4)
-    start = weights_after(Acceleration(), "lift", 0)
+    start = weights_after(Acceleration(), "lift", 0, gsde=gsde)
     assert (eager - start).abs().max() > 1e-3, "the weights moved by more than the tolerance"
 
 
@@ -110,9 +114,9 @@ READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
-@pytest.mark.parametrize("schedule", ["adaptive", "linear"])
+@pytest.mark.parametrize(("schedule", "stale"), [("adaptive", False), ("linear", True)])
 def test_nothing_is_read_back_in_rollout_and_update(
-    schedule: Any, recurrent: bool, monkeypatch: pytest.MonkeyPatch
+    schedule: Any, stale: bool, recurrent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     env = make_env("lift", 8)
@@ -120,7 +124,8 @@ def test_nothing_is_read_back_in_rollout_and_update(
     cfg = PPOConfig(num_steps=16, schedule=schedule, target_kl=0.01, normalize_reward=True)
     algorithm = PPO(policy=policy, cfg=cfg)
     collector = SyncCollector(env, policy, keep=PPO.required_keys, seed=0)
-    algorithm.update(collector.collect(16))
+    version = {"policy_version": torch.zeros(16, 8, 1, dtype=torch.long)} if stale else {}
+    algorithm.update(collector.collect(16).update(version))
     reads: list[str] = []
 
     def counting(name: str) -> Any:
@@ -135,7 +140,7 @@ def test_nothing_is_read_back_in_rollout_and_update(
     with monkeypatch.context() as patch:
         for name in READS:
             patch.setattr(Tensor, name, counting(name))
-        algorithm.update(collector.collect(16))
+        algorithm.update(collector.collect(16).update(version))
         assert reads == []
         bool(torch.zeros(1))
         assert reads == ["__bool__"], "the counter counts"

@@ -68,8 +68,8 @@ def test_a_state_that_is_another_one_is_refused() -> None:
     for bad in (good._replace(hash="0" * 64), good._replace(init_state=6)):
         with pytest.raises(ConfigError, match="is not the one that the manifest means"):
             Manifest("points", {}, [bad]).starts(env)
-    with pytest.raises(ConfigError, match="the split 'test'"):
-        Manifest("points", {}, [good._replace(split="test")]).starts(env)
+    with pytest.raises(ConfigError, match="the split 'debug'"):
+        Manifest("points", {}, [good._replace(split="debug")]).starts(env)
 
 
 def test_seeds_do_not_start_a_suite_nor_states_a_task() -> None:

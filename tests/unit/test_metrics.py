@@ -9,8 +9,10 @@ from apexrl.metrics import (
     EpisodeMetrics,
     MetricSpec,
     Reduce,
+    Weighted,
     aggregate_metrics,
     evaluation_log_names,
+    merged_to_host,
     to_host,
     training_log_names,
 )
@@ -124,6 +126,77 @@ def test_success_counts_as_reached_or_not_also_when_it_is_a_fraction() -> None:
     assert (episodes["success_once"], episodes["success_at_end"]) == ([1.0], [1.0])
 
 
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("spec", "fields"),
+    [
+        (MetricSpec("success"), ["success_once", "success_at_end"]),
+        (MetricSpec("fail"), ["fail_once"]),
+        (MetricSpec("collision", "max", event=True), ["collision"]),
+        (MetricSpec("collision", "last", event=True), ["collision"]),
+    ],
+)
+def test_an_event_counts_zero_where_an_episode_does_not_report_it(spec: MetricSpec, fields: list[str]) -> None:
+    # Four episodes of two steps; the event is reported at the end of the third, when it happens.
+    metrics = EpisodeMetrics()
+    episodes = fold(
+        metrics,
+        [spec],
+        reward=steps(*[0.0] * 8),
+        done=steps(*[False, True] * 4),
+        **{spec.name: steps(NAN, NAN, NAN, NAN, NAN, 1.0, NAN, NAN)},
+    )
+    for field in fields:
+        assert episodes[field] == [0.0, 0.0, 1.0, 0.0]
+        assert metrics.means()[field].item() == 0.25
+    assert metrics.events() == set(fields)
+
+
+def test_an_event_that_was_never_reported_is_unknown() -> None:
+    metrics, specs = EpisodeMetrics(), [MetricSpec("success")]
+    episodes = fold(metrics, specs, reward=steps(0.0, 0.0), done=steps(False, True), success=steps(NAN, NAN))
+    assert math.isnan(episodes["success_once"][0])
+    assert math.isnan(metrics.means()["success_once"].item())
+    assert metrics.events() == set()
+
+
+def test_episodes_before_the_first_report_of_an_event_count_in_the_same_mean() -> None:
+    # Three rollouts between two logs: the environment does not know the metric before the third.
+    metrics, spec = EpisodeMetrics(), MetricSpec("success")
+    fold(metrics, [], reward=steps(0.0, 0.0), done=steps(True, True))
+    fold(metrics, [], reward=steps(0.0), done=steps(True))
+    fold(metrics, [spec], reward=steps(0.0), done=steps(True), success=steps(1.0))
+    assert metrics.means()["success_once"].item() == 0.25
+    assert metrics.count("success_once").item() == 4
+    # After the next log only what follows counts, and what was reported once stays known.
+    metrics.clear()
+    fold(metrics, [], reward=steps(0.0, 0.0), done=steps(True, True))
+    assert metrics.means()["success_once"].item() == 0.0
+
+
+def test_an_event_at_an_earlier_step_is_not_one_at_the_end() -> None:
+    episodes = fold(
+        EpisodeMetrics(),
+        [MetricSpec("success")],
+        reward=steps(0.0, 0.0),
+        done=steps(False, True),
+        success=steps(1.0, NAN),
+    )
+    assert (episodes["success_once"], episodes["success_at_end"]) == ([1.0], [0.0])
+
+
+def test_what_is_known_of_metrics_survives_a_round_trip() -> None:
+    before, after = EpisodeMetrics(), EpisodeMetrics()
+    fold(before, [MetricSpec("success")], reward=steps(0.0, 0.0), done=steps(True, False), success=steps(NAN, 1.0))
+    after.load_state_dict(before.state_dict(), torch.device("cpu"))
+    # The environment that goes on has not seen the metric yet.
+    episodes = fold(after, [], reward=steps(0.0, 0.0), done=steps(True, True))
+    assert episodes["success_once"] == [1.0, 0.0]
+    assert after.means()["success_once"].item() == pytest.approx(1 / 3)
+
+
 @pytest.mark.parametrize("name", ["reward", "return", "episode_len", "done", "success_once"])
 def test_names_of_episode_fields_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"cannot be called '{name}'"):
@@ -159,6 +232,27 @@ def test_state_goes_on_after_a_round_trip() -> None:
     assert after.means()["return"].item() == 3.5
 
 
+def test_an_event_that_one_process_knows_counts_in_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Here 1 of 2 episodes succeeded. Of the others, one process has heard of no success in its 4 episodes, and one
+    # does not know the metric at all and ended 2: 1 of 8.
+    others = [
+        ({"rollout/success_rate": NAN, "rollout/success_rate weight": 0.0, "rollout/episode_len weight": 4.0}, ["x"]),
+        ({"rollout/episode_len": 5.0, "rollout/episode_len weight": 2.0}, []),
+    ]
+    others[0][0].update({"x": NAN, "rollout/episode_len": 2.0})
+    monkeypatch.setattr("apexrl.distributed.world_size", lambda: 3)
+    monkeypatch.setattr("apexrl.distributed.gather", lambda own: [own, *others])
+    host = merged_to_host(
+        {
+            "rollout/episode_len": Weighted(torch.tensor(3.0), lambda: 2.0),
+            "rollout/success_rate": Weighted(torch.tensor(0.5), lambda: 2.0, event=True),
+        }
+    )
+    assert host["rollout/success_rate"] == pytest.approx(1 / 8)
+    assert host["rollout/episode_len"] == pytest.approx((2 * 3 + 4 * 2 + 2 * 5) / 8)
+    assert math.isnan(host["x"]), "nobody has heard of it"
+
+
 def test_log_names() -> None:
     specs = {"grasp_reward": MetricSpec("grasp_reward"), "velocity": MetricSpec("velocity", group="reward_components")}
     assert training_log_names("return", specs) == ["rollout/return", "episode/mean_reward"]
@@ -173,3 +267,33 @@ def test_to_host_mixes_tensors_and_floats() -> None:
     host = to_host({"a": torch.tensor(1.5), "b": 2, "c": torch.tensor(3)})
     assert host == {"a": 1.5, "b": 2.0, "c": 3.0}
     assert all(type(value) is float for value in host.values())
+
+
+def test_kept_episodes_are_read_by_field() -> None:
+    metrics = EpisodeMetrics(keep_episodes=True)
+    done = steps(False, True, True)
+    fold(metrics, [], reward=steps(1.0, 2.0, 4.0), done=done)
+    fold(metrics, [MetricSpec("success"), MetricSpec("odd")], reward=steps(8.0, 16.0, 32.0), done=done,
+         success=steps(0.0, 0.0, 1.0), odd=steps(math.nan, math.nan, 3.0))  # fmt: skip
+    assert metrics["return"].tolist() == [3.0, 4.0, 24.0, 32.0]
+    assert metrics["odd"].tolist() == [3.0], "what is not known is left out"
+    assert metrics["success"].tolist() == [0.0, 0.0, 0.0, 1.0], "an event counts 0 where it was not reported"
+    assert set(metrics) == {"return", "episode_len", "reward", "success_once", "success_at_end", "odd"}
+    metrics.clear()
+    assert metrics["return"].tolist() == []
+    with pytest.raises(KeyError, match="'lift'"):
+        metrics["lift"]
+
+
+def test_episodes_that_are_not_kept_are_read_as_their_mean() -> None:
+    metrics = EpisodeMetrics()
+    fold(metrics, [], reward=steps(1.0, 2.0, 4.0), done=steps(False, True, True))
+    assert metrics["return"].tolist() == [3.5]
+    assert {name: value.tolist() for name, value in metrics.items()} == {
+        "return": [3.5], "episode_len": [1.5], "reward": [2.75]
+    }  # fmt: skip
+
+
+def test_a_storage_without_ends_of_episodes_is_refused() -> None:
+    with pytest.raises(KeyError, match=r"'done' or 'done_mask'; the storage has \['reward'\]"):
+        aggregate_metrics({"reward": steps(1.0)}, {}, EpisodeMetrics())

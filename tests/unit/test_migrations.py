@@ -162,6 +162,18 @@ def test_every_migration_says_what_changed() -> None:
     assert all(migrate.__doc__ for migrate in (*CONFIG_MIGRATIONS, *CHECKPOINT_MIGRATIONS))
 
 
+def test_an_older_checkpoint_of_rloo_goes_on_with_the_step_size_without_its_warm_up() -> None:
+    # Five of ten warm-up steps: half of what the schedule had come to.
+    state = {
+        "guard": {},
+        "num_steps": 5,
+        "config": {"warmup_steps": 10},
+        "optimizer": {"learning_rate": torch.tensor(1e-4), "state": {}},
+    }
+    content = migrated_checkpoint({"format": 5, "algorithm": state}, "it")
+    assert content["algorithm"]["rate"] == pytest.approx(2e-4)
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_migrations_leave_alone_what_is_new_already(name: str) -> None:
     plain = load_config(name).to_dict()

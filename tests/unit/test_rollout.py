@@ -7,7 +7,8 @@ from tests.scripted import ScriptedEnv
 from torch import Tensor
 
 import apexrl
-from apexrl.errors import EnvError
+from apexrl import PPO, ActorCritic, OnPolicyRunner, SyncCollector
+from apexrl.errors import ConfigError, EnvError
 from apexrl.rollout import rollout
 from apexrl.types import Carry, EnvStep
 
@@ -124,3 +125,13 @@ def test_the_environment_is_stepped_in_one_place_of_the_package() -> None:
     # The one exception: check_env lies below rollout, so it steps the environment that it tries by itself.
     assert set(places_with("subject.step")) == {"envs/check.py"}
     assert places_with("methodcaller") == []
+
+
+@pytest.mark.parametrize("num_steps", [0, -1])
+def test_a_rollout_without_steps_is_refused(num_steps: int) -> None:
+    env = ScriptedEnv([3], [False])
+    policy = ActorCritic.for_env(env)
+    with pytest.raises(ConfigError, match=f"num_steps must be at least 1, got {num_steps}"):
+        OnPolicyRunner(env, agent=PPO(policy=policy)).rollout(None, num_steps)
+    with pytest.raises(ConfigError, match="num_steps must be at least 1"):
+        SyncCollector(env, policy).collect(num_steps)

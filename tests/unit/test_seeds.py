@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,38 +12,18 @@ import numpy as np
 import pytest
 
 from apexrl import seeds
-from apexrl.errors import ConfigError, RunDirError
+from apexrl.errors import ConfigError, FewSamplesWarning, RunDirError
 from apexrl.loggers import append_json_line
 from apexrl.records import read_log
-from apexrl.seeds import SeedRun, SeedRuns, curve, iqm, iqm_interval, parse_seeds, summary
+from apexrl.seeds import SeedRun, SeedRuns, curve, parse_seeds, summary
 
 
-def test_the_interquartile_mean_leaves_out_a_quarter_at_each_end() -> None:
-    # Of eight values two fall off at each end: (3 + 4 + 5 + 6) / 4.
-    assert iqm(np.array([100.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, -50.0])) == 3.5
-    assert iqm(np.array([1.0, 2.0]), np.array([3.0, 4.0])) == 2.5
-
-
-def test_the_interval_holds_the_mean_of_the_middle_and_is_the_same_every_time() -> None:
-    values = np.random.default_rng(1).normal(10.0, 1.0, 40)
-    low, high = iqm_interval([values])
-    assert low < iqm(values) < high
-    # The interquartile mean of n normal values has a standard deviation of about 1.09 sigma / sqrt(n).
-    assert high - low == pytest.approx(2 * 1.96 * 1.09 / np.sqrt(40), rel=0.35)
-    assert iqm_interval([values]) == (low, high)
-
-
-def test_strata_are_drawn_from_by_themselves() -> None:
-    # Two tasks whose seeds agree: however seeds are drawn, both tasks are there, and nothing varies.
-    low, high = iqm_interval([np.zeros(5), np.ones(5)])
-    assert (low, high) == (0.5, 0.5)
-    # As one task, the share of ones varies.
-    low, high = iqm_interval([np.array([0.0] * 5 + [1.0] * 5)])
-    assert low < 0.4 < 0.6 < high
-
-
-def test_one_seed_has_an_interval_without_width() -> None:
-    assert summary([3.0]) == {"iqm": 3.0, "interval": [3.0, 3.0], "mean": 3.0, "seeds": 1, "tasks": 1}
+def test_the_summary_has_mean_and_interval_and_one_seed_has_none() -> None:
+    assert summary(np.array([[3.0]])) == {"iqm": 3.0, "interval": None, "mean": 3.0, "seeds": 1, "tasks": 1}
+    found = summary(np.array([[0.5, 1.0], [0.8, 0.8]]), is_rate=True)
+    assert (found["seeds"], found["tasks"], found["mean"], found["iqm"]) == (2, 2, pytest.approx(0.775), 0.8)
+    low, high = found["interval"]
+    assert 0.0 <= low < 0.8 < high <= 1.0, "a rate stays a rate"
 
 
 def test_only_finished_seeds_and_common_fields_are_aggregated(tmp_path: Path) -> None:
@@ -57,6 +38,15 @@ def test_only_finished_seeds_and_common_fields_are_aggregated(tmp_path: Path) ->
     assert (found["return"]["iqm"], found["return"]["seeds"], found["return"]["tasks"]) == (2.0, 2, 1)
     # The strata 0, 0 and 1, 0.5: sorted 0, 0, 0.5, 1, without the ends 0 and 0.5.
     assert (found["success_rate"]["iqm"], found["success_rate"]["tasks"]) == (0.25, 2)
+
+
+def test_few_seeds_warn_when_they_are_shown_and_not_while_others_train(tmp_path: Path) -> None:
+    result = {"return": 1.0, "return_interval": [0.0, 2.0], "episodes": 8}
+    stored = SeedRuns(tmp_path, {}, [SeedRun(seed, "done", "", result) for seed in range(4)])
+    with pytest.warns(FewSamplesWarning, match="interval of 4 samples is unreliable: use at least 5"):
+        stored.aggregate()
+    with warnings.catch_warnings(action="error"):
+        stored.write()
 
 
 def test_seeds_json_comes_back_as_it_was(tmp_path: Path) -> None:

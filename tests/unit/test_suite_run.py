@@ -13,12 +13,14 @@ from tests.point_suite import GOALS, PointSimulator, PointSuite
 
 from apexrl import ActorCritic, TrainingConfig
 from apexrl.algorithms import BC, BCConfig, RLOOConfig
+from apexrl.config import load_config
 from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.envs.suites.base import Simulator, Split
 from apexrl.evaluation import evaluate
 from apexrl.loggers import append_json_line
 from apexrl.policies import VLAPolicy
-from apexrl.suite_run import explore_with, suite_training, write_final_results
+from apexrl.sections import SuiteConfig
+from apexrl.suite_run import explore_with, imitation_config, suite_training, write_final_results
 
 
 def test_every_task_is_evaluated_as_often_as_the_others() -> None:
@@ -41,12 +43,28 @@ def test_a_deterministic_evaluation_runs_no_episode_twice() -> None:
 def test_damaged_lines_have_no_part_in_the_results(tmp_path: Path) -> None:
     for record in ({"iteration": 1, "step": 8, "return": 0.5}, {"iteration": "2", "step": 9}, {"return": 1.0}):
         append_json_line(tmp_path / "evaluations.jsonl", record)
-    for updates in (3, "x", None, 4, [5]):
-        append_json_line(tmp_path / "metrics.jsonl", {"train/updates": updates})
-    content = json.loads(write_final_results(tmp_path, 2, 16).read_text())
+    append_json_line(tmp_path / "metrics.jsonl", {"train/loss": [5]})
+    content = json.loads(write_final_results(tmp_path, 2, 16, 7).read_text())
     assert [entry["step"] for entry in content["evaluations"]] == [1]
-    assert content["optimizer_steps"] == 7
-    assert len(content["training_metrics"]) == 5
+    assert len(content["training_metrics"]) == 1
+
+
+def test_the_steps_of_the_results_mean_one_thing(tmp_path: Path) -> None:
+    for iteration in (1, 2):
+        append_json_line(tmp_path / "metrics.jsonl", {"iteration": iteration, "total_steps": 60 * iteration})
+    # Periodic evaluations after each iteration, and one at the end.
+    for iteration, rate in ((1, 0.25), (2, 0.5), (2, 0.75)):
+        record = {"iteration": iteration, "step": 60 * iteration, "success_rate": rate}
+        append_json_line(tmp_path / "evaluations.jsonl", record)
+    content = json.loads(write_final_results(tmp_path, 2, 120, 7).read_text())
+    assert (content["total_steps"], content["environment_steps"], content["optimizer_steps"]) == (2, 120, 7)
+    assert [line["total_steps"] for line in content["training_metrics"]] == [1, 2]
+    assert [line["environment_steps"] for line in content["training_metrics"]] == [60, 120]
+    assert json.loads((tmp_path / "metrics.json").read_text()) == content["evaluations"]
+    assert [(entry["step"], entry["overall_success_rate"]) for entry in content["evaluations"]] == [
+        (1, 0.25),
+        (2, 0.75),
+    ]
 
 
 def test_exploration_is_set_where_imitation_left_it_and_kept_where_it_was_learned() -> None:
@@ -102,3 +120,11 @@ def test_an_episode_whose_worker_died_is_no_failure_of_the_policy() -> None:
     assert env.replaced == 1
     assert result.num_episodes == 3
     assert result.mean("success_once") == 1.0
+
+
+def test_imitation_before_a_run_that_collects_in_the_background_does_not() -> None:
+    config = load_config("stage11_ript_vla", [("training.collector", "async"), ("algo.imitation_updates", "25")])
+    first = imitation_config(config, Path("runs/x"))
+    assert (first.training.collector, first.algo.name, first.policy) == ("sync", "bc", config.policy)
+    assert isinstance(first.task, SuiteConfig)
+    assert (first.task.demos, first.task.num_demos) == (str(Path("runs/x/demos")), 0)

@@ -31,6 +31,7 @@ KEYS: dict[str, tuple[type, ...]] = {
     "iteration": (int,),
     "total_steps": (int,),
     "num_evaluations": (int,),
+    "optimizer_steps": (int, type(None)),
     "config": (dict,),
 }
 """What every checkpoint holds, and as what."""
@@ -44,7 +45,7 @@ SEAL = b"apexrl sha256 "
 _SEAL_SIZE = len(SEAL) + 64
 _UNSEALED_END = b"PK\5\6"
 """How the last 22 bytes of an archive without a comment begin."""
-_NUMBERED = re.compile(r"iteration_(\d+)\.pt")
+_NUMBERED = re.compile(r"iteration_(\d{6,})\.pt")
 _CODE = re.compile(r"unsupported global:? (?:GLOBAL )?([\w.]+)", re.IGNORECASE)
 """How PyTorch names what a file wanted to run."""
 T = TypeVar("T")

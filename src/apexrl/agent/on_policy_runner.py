@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+import itertools
+import math
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +14,24 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl import distributed
+from apexrl import distributed, files
 from apexrl.agent.trainer import Trainer, TrainingConfig
-from apexrl.algorithms import ALGORITHMS, BaseAlgorithm
+from apexrl.algorithms import ALGORITHMS, PPO, BaseAlgorithm
 from apexrl.algorithms.base import find_device
 from apexrl.collectors.sync import add_values
 from apexrl.envs import VecEnv, as_vec_env
+from apexrl.envs.base import RunningEpisodes
 from apexrl.errors import ConfigError, did_you_mean
-from apexrl.evaluation import StepRows, extend_rows
+from apexrl.evaluation import EvaluationResult, StepRows, extend_rows, save_step_csvs
 from apexrl.loggers import JsonlLogger, Logger, TensorBoardLogger, cut_json_lines
 from apexrl.metrics import EpisodeMetrics, fold_episodes
 from apexrl.models import MLPActor, MLPCritic
-from apexrl.rollout import initial_state, make_actor, rollout
-from apexrl.types import ACTION, OBSERVATION, SAMPLE_LOG_PROB, VALUE, Actor, Carry, Observation
+from apexrl.models.encoder import leaves
+from apexrl.policies.base import Policy
+from apexrl.rollout import continued, make_actor, new_episodes, rollout
+from apexrl.types import ACTION, OBSERVATION, SAMPLE_LOG_PROB, Actor, Carry, Observation
+
+PolicyFunction = Callable[[Observation], tuple[Tensor | None, ...] | Tensor]
 
 
 class OnPolicyRunner(Trainer):
@@ -30,23 +39,30 @@ class OnPolicyRunner(Trainer):
 
     Args:
         env: a ``VecEnv``, or an object that steps as ``(obs, reward, done, extras)``.
-        algorithm: name of the algorithm to make; not used with ``agent``.
-        actor_class: class of the actor network.
+        algorithm: name of the algorithm to create, ppo or ppo_roa; not used with ``agent``.
+        actor_class: class of the actor network; not for ppo_roa.
         critic_class: class of the critic network.
-        actor_cfg: options of the actor, such as ``hidden_dims``.
+        actor_cfg: options of the actor, such as ``hidden_dims``; for ppo_roa those of ``ROAPolicy``.
         critic_cfg: options of the critic.
-        log_dir: where ``metrics.jsonl``, ``evaluations.jsonl`` and TensorBoard events go; None logs nothing.
+        log_dir: where ``metrics.jsonl``, ``evaluations.jsonl`` and TensorBoard events go; None logs nothing. Where one
+            of the two directories already holds a run, ``run_2`` (or ``run_3``, …) in both is used, unless
+            ``load_checkpoint`` continues that run; this is decided at the first write.
         save_dir: where checkpoints go; None saves none.
         device: of the policy; CUDA when there is one, when not given. With ``agent`` this and the options above, from
             ``algorithm`` to ``critic_cfg``, are refused: the agent has its own.
-        log_interval: iterations between logged ones.
+        log_interval: iterations between logged ones; the first and the last are always logged.
         save_interval: iterations between checkpoints; 0 saves only at the end.
         log_reward_components: log what the environment declares as components of its reward.
         agent: a ready-made algorithm.
         cfg: the algorithm's configuration.
         eval_env: environments for evaluation; made from ``env`` when not given.
         eval_interval: iterations between evaluations; 0 never evaluates by itself.
+        eval_episodes: episodes of each of these evaluations.
+        keep_checkpoints: checkpoints saved on schedule that stay; 0 keeps all.
+        save_step_csv: write one table of steps for each environment at every evaluation.
         seed: of the environments.
+        training: the whole schedule, in the place of ``save_interval``, ``eval_interval``, ``eval_episodes``,
+            ``keep_checkpoints`` and ``seed``.
         loggers: more places for the numbers.
     """
 
@@ -69,31 +85,28 @@ class OnPolicyRunner(Trainer):
         *,
         eval_env: Any = None,
         eval_interval: int = 0,
+        eval_episodes: int = 20,
+        keep_checkpoints: int = 0,
+        save_step_csv: bool = False,
         seed: int = 0,
-        loggers: tuple[Logger, ...] = (),
+        training: TrainingConfig | None = None,
+        loggers: Sequence[Logger] = (),
     ) -> None:
         vec_env = as_vec_env(env)
         if agent is None:
-            # Those that train an actor and a critic given as classes.
-            known = [
-                name
-                for name, (cls, _) in ALGORITHMS.items()
-                if cls.on_policy and "mlp" in cls.policies and VALUE in cls.required_keys
-            ]
+            known = [name for name, (cls, _) in ALGORITHMS.items() if issubclass(cls, PPO)]
             if algorithm not in known:
                 raise ConfigError(
                     f"Unknown algorithm '{algorithm}'; known are {known}." + did_you_mean(algorithm, known)
                 )
-            make: Any = ALGORITHMS[algorithm][0]
-            agent = make(
-                vec_env,
-                cfg,
-                actor_class,
-                critic_class,
-                actor_cfg=actor_cfg,
-                critic_cfg=critic_cfg,
-                device=device or find_device(),
-            )
+            make: Any
+            make, config_class = ALGORITHMS[algorithm]
+            if cfg is not None and getattr(cfg, "name", None) != algorithm:
+                raise ConfigError(
+                    f"algorithm '{algorithm}' needs a {config_class.__name__} as cfg, got {type(cfg).__name__}."
+                )
+            policy = make.policy_for(vec_env, actor_class, critic_class, actor_cfg, critic_cfg)
+            agent = make(policy=policy.to(device or find_device()), cfg=cfg)
         else:
             given = {
                 "algorithm": algorithm != "ppo",
@@ -109,29 +122,61 @@ class OnPolicyRunner(Trainer):
                     f"OnPolicyRunner got a ready-made agent, with which {', '.join(useless)} would have no effect; "
                     "leave them out, or give them to the agent."
                 )
-        if cfg is not None and cfg != getattr(agent, "cfg", cfg):
-            raise ConfigError("OnPolicyRunner got an agent and another cfg than the agent's; leave cfg out.")
-        if log_dir is not None:
-            log_dir = Path(log_dir)
-        if log_dir is not None and distributed.is_first():
-            log_dir.mkdir(parents=True, exist_ok=True)
-            loggers = (JsonlLogger(log_dir / "metrics.jsonl"), TensorBoardLogger(log_dir), *loggers)
+            if cfg is not None and cfg != getattr(agent, "cfg", cfg):
+                raise ConfigError("OnPolicyRunner got an agent and another cfg than the agent's; leave cfg out.")
+        schedule: dict[str, Any] = {
+            "seed": seed,
+            "save_interval": save_interval,
+            "eval_interval": eval_interval,
+            "eval_episodes": eval_episodes,
+            "keep_checkpoints": keep_checkpoints,
+        }
+        if training is not None:
+            options = inspect.signature(OnPolicyRunner).parameters
+            both = [name for name, value in schedule.items() if value != options[name].default]
+            if both:
+                raise ConfigError(
+                    f"OnPolicyRunner got training, which holds the whole schedule, and {', '.join(both)}; leave one of "
+                    "them out."
+                )
         super().__init__(
             vec_env,
             agent.policy,
             agent,
-            TrainingConfig(seed=seed, save_interval=save_interval, eval_interval=eval_interval),
+            training or TrainingConfig(**schedule),
             eval_env=eval_env,
             loggers=loggers,
             run_dir=log_dir,
             save_dir=save_dir,
             log_interval=log_interval,
             log_reward_components=log_reward_components,
+            save_step_csv=save_step_csv,
         )
+        self._continued_run: str | None = None
+        """Id of the run in the directories, where this is the same one."""
+        self._has_directories, self._given_save_dir = False, self.save_dir
         self.agent = agent
-        self.eval_episode_metrics = EpisodeMetrics()
+        self.eval_episode_metrics = EpisodeMetrics(keep_episodes=True)
+        """Episodes of ``rollout`` in other environments than those of training."""
         self._rollout_envs: dict[int, VecEnv] = {}
-        self._memories: dict[int, dict[str, Tensor]] = {}
+        """Kept, because a wrapper that was made here knows the episodes that run in its simulator."""
+
+    @property
+    def envs(self) -> VecEnv:
+        """The training environments."""
+        return self.env
+
+    @property
+    def eval_envs(self) -> VecEnv:
+        """The evaluation environments; created from the training ones when none were given."""
+        envs = self._evaluation_env(self.cfg.eval_num_envs) if self.eval_env is None else self.eval_env
+        self._made_eval_envs = None  # whoever holds them expects them to stay
+        return envs
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of each environment in one rollout of training."""
+        return self.algorithm.num_steps
 
     @property
     def episode_metrics(self) -> EpisodeMetrics:
@@ -143,72 +188,254 @@ class OnPolicyRunner(Trainer):
         return self.evaluate(num_episodes, deterministic=True).logs()
 
     def learn(self, total_timesteps: int | None = None) -> None:
-        """Train as ``Trainer.learn`` does; lines of another run after the current iteration leave the logs."""
-        if self.run_dir is not None and distributed.is_first():
-            cut_json_lines(self.run_dir / "metrics.jsonl", self.iteration)
-            cut_json_lines(self.run_dir / "evaluations.jsonl", self.iteration, max_lines=self.num_evaluations)
+        """Train as ``Trainer.learn`` does; lines of this run after the current iteration leave the logs."""
+        if total_timesteps is None or total_timesteps > 0:
+            self._prepare_directories()
+            if self.run_dir is not None and distributed.is_first():
+                cut_json_lines(self.run_dir / "metrics.jsonl", self.iteration)
+                cut_json_lines(self.run_dir / "evaluations.jsonl", self.iteration, max_lines=self.num_evaluations)
         super().learn(total_timesteps)
+
+    def load_checkpoint(self, name: str | Path) -> None:
+        """Continue from a checkpoint, as ``Trainer`` does.
+
+        Before the first write, a checkpoint in ``save_dir`` or ``log_dir`` says that the run in these directories is
+        continued. A runner that writes to ``run_2`` also finds checkpoints of the run above it.
+        """
+        path = self._checkpoint_path(name)
+        if not path.exists() and self._given_save_dir is not None and (self._given_save_dir / name).exists():
+            path = name = (self._given_save_dir / name).absolute()
+        super().load_checkpoint(name)
+        if not self._has_directories:
+            self._continued_run = _run_of(path, self._directories())
+
+    def _directories(self) -> list[Path]:
+        return [path for path in (self.run_dir, self.save_dir) if path is not None]
+
+    def _prepare_directories(self) -> None:
+        """Choose the directories, and open the logs in them."""
+        if self._has_directories:
+            return
+        self._has_directories = True
+        name = distributed.on_first(lambda: _claim(self._directories(), self._continued_run))
+        if name:
+            self.run_dir = None if self.run_dir is None else self.run_dir / name
+            self.save_dir = None if self.save_dir is None else self.save_dir / name
+            places = ", ".join(dict.fromkeys(map(str, self._directories())))
+            self.tell(f"The directory holds another run; this one writes to {places}.")
+        if self.run_dir is not None and distributed.is_first():
+            purge_step = None if self._continued_run is None else self.total_steps + 1
+            self.loggers[:0] = [
+                JsonlLogger(self.run_dir / "metrics.jsonl"),
+                TensorBoardLogger(self.run_dir, purge_step),
+            ]
 
     def rollout(
         self,
-        obs: Observation | None,
+        obs: Observation | Mapping[str, Tensor] | None,
         num_steps: int,
         envs: Any = None,
-        policy_fn: Callable[[Observation], tuple[Tensor | None, ...]] | None = None,
+        policy_fn: PolicyFunction | None = None,
         collect_for_training: bool = True,
         record_step_data: bool = False,
     ) -> tuple[Observation, TensorDict | None, StepRows | None]:
         """Take steps in the training environments or in others, with the policy or any function.
 
+        Episodes that span calls are counted whole, and ``learn`` continues those of the training environments.
+
         Args:
-            obs: where to start; None resets the environments.
+            obs: where to start: what the environments' ``reset``, or the last call of this method, returned. None
+                resets the environments.
             num_steps: steps to take.
             envs: as ``env`` of the runner; the training environments when not given.
-            policy_fn: returns ``(action, log_prob, value)`` or ``(action, log_prob, entropy, value)``, of which all but
-                the action may be None; the sampling policy when not given.
+            policy_fn: maps observations on the policy's device to ``(action, log_prob, value)`` or ``(action, log_prob,
+                entropy, value)``, of which all but the action may be None, or to the action alone; the policy that
+                training samples from, ``algorithm.rollout_policy``, when not given.
             collect_for_training: return the batch that ``algorithm.update`` takes.
-            record_step_data: return one row a step for each environment.
+            record_step_data: return one row per step for each environment.
 
         Returns:
             The next observation, the batch ``[T, N]`` or None, and the rows by environment or None.
         """
-        envs = self._vec_env(envs)
-        carry: Carry = {OBSERVATION: envs.reset() if obs is None else obs}
-        # The caller passes observations alone, so the memory of a recurrent policy is kept here between calls.
-        known = self._memories.get(id(envs)) if obs is not None else None
-        carry.update(known or initial_state(self.policy, envs))
-        actor = make_actor(self.policy, envs.device)
-        if policy_fn is not None:
-            actor = _actor_from(policy_fn, actor)
-        self.policy.eval()
-        batch, carry = rollout(envs, actor, carry, num_steps, keep=None if collect_for_training else ())
-        self._memories[id(envs)] = {name: value for name, value in carry.items() if name != OBSERVATION}
-        fold_episodes(batch, envs.metric_specs, self.episode_metrics if envs is self.env else self.eval_episode_metrics)
+        simulator, envs = envs, self.env if envs is None else as_vec_env(envs)
+        self._rollout_envs[id(simulator)] = envs
+        policy = self.algorithm.rollout_policy
+        actor = make_actor(policy, envs.device)
+        if policy_fn is None:
+            policy.check_fits(envs)
+        else:
+            actor = _actor_from(policy_fn, actor, policy.device, envs.device)
+        policy.eval()
+        with self.collector.quiet():
+            running = _running_episodes(envs, policy, obs)
+            batch, after = rollout(envs, actor, running.carry, num_steps, keep=None if collect_for_training else ())
+            running.advance(after)
+            running.handed_out = running.carry[OBSERVATION].clone()
+            envs.running = running
+        metrics = self.episode_metrics if envs is self.env else self.eval_episode_metrics
+        metrics.unfinished = running.unfinished
+        fold_episodes(batch, envs.metric_specs, metrics)
         rows: StepRows | None = None
         if record_step_data:
             rows = {index: [] for index in range(envs.num_envs)}
             extend_rows(rows, batch)
-        if collect_for_training:
-            add_values(batch, self.policy)
-        return carry[OBSERVATION], batch if collect_for_training else None, rows
+        next_obs = running.handed_out
+        if not collect_for_training:
+            return next_obs, None, rows
+        batch = batch.to(policy.device)
+        add_values(batch, policy)
+        return next_obs, batch, rows
 
-    def _vec_env(self, envs: Any) -> VecEnv:
-        """Return the same wrapper for the same environments, and keep it: memories are found by its id."""
-        if envs is None or envs is getattr(self.env, "simulator", None):
-            return self.env
-        if id(envs) not in self._rollout_envs:
-            self._rollout_envs[id(envs)] = as_vec_env(envs)
-        return self._rollout_envs[id(envs)]
+    def build_eval_logs(self) -> dict[str, float]:
+        """Return the numbers of ``eval_episode_metrics`` since ``clear`` by log name; empty when no episode ended."""
+        episodes = self.eval_episode_metrics.episodes()
+        if not len(episodes.get("return", ())):
+            return {}
+        table = torch.stack(list(episodes.values())).cpu().numpy()
+        logs = EvaluationResult(dict(zip(episodes, table, strict=True))).logs()
+        return {name: value for name, value in logs.items() if not math.isnan(value)}
+
+    def save_step_csvs(self, step_data_per_env: StepRows, split: str = "eval") -> list[Path]:
+        """Write the step data of ``rollout`` to ``<log_dir>/<split>/eval<N>/env<M>/rewards.csv``.
+
+        N counts the evaluations of the run, those of ``evaluate`` among them.
+
+        Raises:
+            ConfigError: when the runner has no ``log_dir``.
+        """
+        if self.run_dir is None:
+            raise ConfigError("save_step_csvs needs a directory for the tables: give the runner a log_dir.")
+        self._prepare_directories()
+        directory = self.run_dir / split / f"eval{self.num_evaluations}"
+        with files.writing(directory):
+            paths = save_step_csvs(step_data_per_env, directory)
+        self.num_evaluations += 1
+        return paths
 
 
-def _actor_from(policy_fn: Callable[[Observation], tuple[Tensor | None, ...]], own_actor: Actor) -> Actor:
+def _running_episodes(env: VecEnv, policy: Policy, obs: Observation | Mapping[str, Tensor] | None) -> RunningEpisodes:
+    """Return the episodes that a rollout continues: those that run where ``obs`` is their state, else new ones."""
+    if obs is None:
+        obs = env.reset()
+    running = env.running
+    if running is not None and obs is running.handed_out:
+        return continued(running, env, policy)
+    obs = _observation(obs, env.num_envs)
+    if running is None or _may_have_reset(env) or not _is_same(obs, running.carry[OBSERVATION]):
+        return new_episodes(env, policy, obs.to(env.device))
+    return continued(running, env, policy)
+
+
+def _observation(obs: Any, num_envs: int) -> Observation:
+    """Return what a ``reset`` gave, with or without its info and in arrays or tensors, as an observation."""
+    if isinstance(obs, tuple):
+        obs = obs[0]
+    found: Observation
+    if isinstance(obs, TensorDict):
+        found = obs
+    elif isinstance(obs, Mapping):  # a simulator's own groups
+        groups = {name: value if isinstance(value, Mapping) else torch.as_tensor(value) for name, value in obs.items()}
+        found = TensorDict(groups)
+    else:
+        found = torch.as_tensor(obs)
+    sizes = {len(value) if value.ndim else 0 for value in leaves(found).values()}
+    if sizes != {num_envs}:
+        raise ConfigError(
+            f"rollout got observations of {sorted(sizes)} environments, but there are {num_envs}; give what reset() or "
+            "the last rollout of these environments returned, or None to reset them."
+        )
+    if isinstance(found, TensorDict):
+        found.batch_size = torch.Size([num_envs])
+    return found
+
+
+def _may_have_reset(env: VecEnv) -> bool:
+    """Whether a wrapped simulator may have been reset by its own method, which the wrapper does not see."""
+    simulator = getattr(env, "simulator", None)
+    if simulator is None or not env.can_reset:
+        return False
+    lengths = getattr(simulator, "episode_length_buf", None)
+    return lengths is None or not bool(torch.as_tensor(lengths).any())
+
+
+def _is_same(obs: Observation, other: Observation) -> bool:
+    ours, theirs = leaves(obs), leaves(other)
+    return ours.keys() == theirs.keys() and all(
+        value.shape == theirs[name].shape
+        and torch.allclose(value.to(theirs[name]), theirs[name], rtol=0.0, atol=0.0, equal_nan=True)
+        for name, value in ours.items()
+    )
+
+
+def _actor_from(
+    policy_fn: PolicyFunction,
+    own_actor: Actor,
+    device: torch.device,
+    env_device: torch.device,
+) -> Actor:
     def actor(carry: Carry) -> dict[str, Tensor]:
-        action, log_prob, *_ = policy_fn(carry[OBSERVATION])
-        assert action is not None
+        returned = policy_fn(carry[OBSERVATION].to(device))
+        action, log_prob, *_ = returned if isinstance(returned, tuple) else (returned, None)
+        num_envs = len(carry[OBSERVATION])
+        if not isinstance(action, Tensor) or not action.ndim or len(action) != num_envs:
+            what = list(action.shape) if isinstance(action, Tensor) else type(action).__name__
+            raise ConfigError(
+                f"policy_fn must return (action, log_prob, value) with an action for each of {num_envs} environments, "
+                f"or the action alone; its action is {what}."
+            )
         chosen = {ACTION: action} if log_prob is None else {ACTION: action, SAMPLE_LOG_PROB: log_prob}
+        chosen = {name: value.to(env_device) for name, value in chosen.items()}
         if len(carry) == 1:
             return chosen
         # A recurrent policy still watches: its memory is needed for the values.
         return {name: value for name, value in own_actor(carry).items() if name in carry} | chosen
 
     return actor
+
+
+CLAIM = ".run"
+"""A file with the id of the run that a directory belongs to."""
+RUN_FILES = (CLAIM, "metrics.jsonl", "evaluations.jsonl", "events.out.tfevents.*", "*.pt")
+
+
+def _claim(directories: Sequence[Path], continued_run: str | None) -> str:
+    """Take directories that hold no run, or subdirectories of them by one name; returns that name, or nothing.
+
+    Directories of a run that is continued stay as they are.
+    """
+    if continued_run is not None:
+        for directory in directories:
+            _take(directory, continued_run)
+        return ""
+    run_id = uuid.uuid4().hex
+    for number in itertools.count(1):
+        name = f"run_{number}" if number > 1 else ""
+        places = list(dict.fromkeys(directory / name for directory in directories))
+        if not any(map(_holds_run, places)) and all(_take(place, run_id) for place in places):
+            return name
+    raise AssertionError("unreachable")
+
+
+def _holds_run(directory: Path) -> bool:
+    return any(next(directory.glob(pattern), None) is not None for pattern in RUN_FILES)
+
+
+def _take(directory: Path, run_id: str) -> bool:
+    """Write the id of a run into a directory, unless there is one."""
+    with files.writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            with (directory / CLAIM).open("x", encoding="utf-8") as file:
+                file.write(run_id)
+        except FileExistsError:
+            return False
+    return True
+
+
+def _run_of(path: Path, directories: Sequence[Path]) -> str | None:
+    """Return the id of the run in the directories, if it is one run and the checkpoint is in one of them."""
+    if path.parent.resolve() not in [directory.resolve() for directory in directories]:
+        return None
+    marks = [directory / CLAIM for directory in directories if _holds_run(directory)]
+    run_ids = {mark.read_text(encoding="utf-8") if mark.is_file() else "" for mark in marks}
+    return run_ids.pop() if len(run_ids) == 1 else None

@@ -7,6 +7,7 @@ from typing import Literal
 
 from apexrl import distributed
 from apexrl.errors import ConfigError
+from apexrl.seeding import ENV, spawn_seed
 
 EVAL_SEED_OFFSET = 1_000_003
 """Evaluation episodes are drawn from seeds that training does not use."""
@@ -41,11 +42,13 @@ class TrainingConfig:
     save_interval: int = 50
     """Iterations between checkpoints; 0 saves only at the end."""
     keep_checkpoints: int = 3
-    """Numbered checkpoints that stay; older ones are deleted. 0 keeps all."""
+    """Checkpoints saved on schedule that stay; older ones are deleted, never one saved by name. 0 keeps all."""
     eval_interval: int = 0
     """Iterations between evaluations on separate environments; 0 evaluates only at the end."""
     eval_episodes: int = 20
     """Episodes of each periodic evaluation."""
+    eval_sampled: bool = False
+    """Evaluate a second time with sampled actions, and report their return beside the deterministic one."""
     eval_num_envs: int = 10
     """Environments of an evaluation; never more than its episodes."""
     final_eval_episodes: int = 100
@@ -68,6 +71,6 @@ class TrainingConfig:
                 raise ConfigError(f"training.{name} must be at most {most}, got {getattr(self, name)}.")
 
 
-def env_seed(seed: int, num_envs: int) -> int:
-    """Return the seed of a process's environments: those of a run have seeds in a row, whoever steps them."""
-    return seed + distributed.rank() * num_envs
+def env_seed(seed: int, total_steps: int = 0) -> int:
+    """Return the seed of this process's environments, which start, or start again, after so many steps of a run."""
+    return spawn_seed(seed, ENV, distributed.rank(), total_steps)

@@ -32,14 +32,17 @@ class StopRequest:
     def __init__(self, save_in_time: Callable[[], None]) -> None:
         self.save_in_time = save_in_time
         self.signal_number: int | None = None
+        self.asked = False
+        """The program itself asked to stop, which is no reason to leave it."""
         self._may_abandon = False
         self._timer: threading.Timer | None = None
 
     def is_set_anywhere(self) -> bool:
         """Whether this process or one that learns with it was asked to stop; all of them stop at the same place."""
-        number = distributed.most(self.signal_number or 0)
-        if number:
+        number = distributed.most(self.signal_number or int(self.asked))
+        if number > 1:  # below every signal that is handled
             self.signal_number = number
+        self.asked = self.asked or number == 1
         return number > 0
 
     def raise_if_set(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from apexrl import distributed
 from apexrl.agent import checkpoint
+from apexrl.agent.recipe import RECIPE, write_recipe
 from apexrl.agent.schedule import TrainingConfig, env_seed
 from apexrl.algorithms.base import BaseAlgorithm
 from apexrl.collectors.base import BaseCollector
@@ -59,12 +60,19 @@ class ResumableTraining:
         self.loggers = list(loggers) if distributed.is_first() else []
         self.save_dir = Path(save_dir) if save_dir is not None else None
         self.config = dict(config or {})
+        self._recipe = write_recipe(env, algorithm, cfg)
         self.iteration = 0
         """Finished iterations."""
         self.total_steps = 0
         """Environment steps so far, summed over environments."""
         self.num_evaluations = 0
+        self.optimizer_steps: int | None = 0
+        """Optimizer steps so far; None where the algorithm does not report them (``updates``)."""
         self._saved_iteration: int | None = None
+        self._scheduled: list[Path] = []
+        """Checkpoints that were saved on schedule, oldest first; only these are ever deleted."""
+        self._named: set[Path] = set()
+        """Checkpoints that somebody asked for."""
         self._snapshot: dict[str, Any] | None = None
         """A checkpoint of the beginning of this iteration, where it is likely to take long."""
         self._snapshot_seconds = 0.0
@@ -79,7 +87,16 @@ class ResumableTraining:
 
         Of several processes that learn together, all call this; the first one writes the states of all into one file.
         """
-        path = self._checkpoint_path(name or checkpoint.checkpoint_name(self.iteration))
+        path = self._save(name or checkpoint.checkpoint_name(self.iteration))
+        self._named.add(path)
+        if path in self._scheduled:
+            self._scheduled.remove(path)
+        return path
+
+    def _save(self, name: str | Path) -> Path:
+        if not Path(name).is_absolute():
+            self._prepare_directories()
+        path = self._checkpoint_path(name)
         with self.collector.quiet():  # until it is written: a state may be memory that the environment works in
             content = self._content()
             own = {name: content[name] for name in checkpoint.OWN_KEYS}
@@ -95,6 +112,10 @@ class ResumableTraining:
             )
         return path
 
+    def _prepare_directories(self) -> None:
+        """Get ready for the first file."""
+        return
+
     def _content(self) -> dict[str, Any]:
         return {
             **self._learning_state(),
@@ -103,7 +124,9 @@ class ResumableTraining:
             "iteration": self.iteration,
             "total_steps": self.total_steps,
             "num_evaluations": self.num_evaluations,
+            "optimizer_steps": self.optimizer_steps,
             "config": self.config,
+            **({} if self.config else {RECIPE: self._recipe}),
         }
 
     def _learning_state(self) -> dict[str, Any]:
@@ -131,9 +154,9 @@ class ResumableTraining:
                 self.collector.load_state_dict(before["collector"])
                 raise
             self.iteration, self.total_steps = content["iteration"], content["total_steps"]
-            self.num_evaluations = content["num_evaluations"]
+            self.num_evaluations, self.optimizer_steps = content["num_evaluations"], content["optimizer_steps"]
             if content["rng"] is None:
-                distributed.seed_apart(self.cfg.seed + self.total_steps)
+                distributed.seed_apart(self.cfg.seed, self.total_steps)
             else:
                 checkpoint.set_rng_state(content["rng"])
         if path.parent == self.save_dir and path.name == checkpoint.checkpoint_name(self.iteration):
@@ -163,20 +186,30 @@ class ResumableTraining:
             self.tell(f"New episodes start, so this run will differ from an uninterrupted one: {error}")
             self.collector.load_state_dict(old_collector)
             # Not the first episodes over again.
-            self.collector.restart(env_seed(self.cfg.seed, self.env.num_envs) + content["total_steps"])
+            self.collector.restart(env_seed(self.cfg.seed, content["total_steps"]))
 
     def _save_once(self) -> None:
         """Save the numbered checkpoint of this iteration, unless that was done, and delete old ones."""
         if self.save_dir is None or self._saved_iteration == self.iteration:
             return
-        self.save_checkpoint()
-        self._note_saved(self.save_dir)
+        path = self._save(checkpoint.checkpoint_name(self.iteration))
+        self._note_saved(path)
 
-    def _note_saved(self, save_dir: Path) -> None:
+    def _note_saved(self, path: Path) -> None:
         self._saved_iteration = self.iteration
-        if self.cfg.keep_checkpoints and distributed.is_first():
-            for path in checkpoint.numbered(save_dir, self.iteration)[: -self.cfg.keep_checkpoints]:
-                path.unlink()
+        if path in self._scheduled:
+            self._scheduled.remove(path)
+        if path not in self._named:
+            self._scheduled.append(path)
+        while self.cfg.keep_checkpoints and len(self._scheduled) > self.cfg.keep_checkpoints:
+            old = self._scheduled.pop(0)
+            if distributed.is_first():
+                old.unlink(missing_ok=True)
+
+    def adopt_checkpoints(self) -> None:
+        """Take the numbered checkpoints in ``save_dir`` for this run's own, which give way to newer ones."""
+        if self.save_dir is not None:
+            self._scheduled = checkpoint.numbered(self.save_dir, self.iteration)
 
     def _take_snapshot(self) -> None:
         """Keep what the next iteration begins with, where it is likely to take long and the checkpoint is older."""
@@ -202,8 +235,9 @@ class ResumableTraining:
             return
         content, self._snapshot = self._snapshot, None
         self.iteration, self.total_steps = content["iteration"], content["total_steps"]
-        checkpoint.save(self.save_dir / checkpoint.checkpoint_name(self.iteration), content)
-        self._note_saved(self.save_dir)
+        path = self.save_dir / checkpoint.checkpoint_name(self.iteration)
+        checkpoint.save(path, content)
+        self._note_saved(path)
 
     def _save_in_time(self) -> None:
         """Save what the running iteration began with, if that was kept; it goes on meanwhile, in another thread."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class Trainer(ResumableTraining):
         loggers: where numbers go.
         run_dir: where ``evaluations.jsonl`` and step tables go; None writes neither.
         save_dir: where checkpoints go; None saves none.
-        log_interval: iterations between logged ones.
+        log_interval: iterations between logged ones; the first and the last are always logged.
         log_reward_components: log the metrics that the task declares besides success and failure.
         save_step_csv: write one table of steps for each environment at every evaluation.
         config: the whole configuration as plain values, stored in checkpoints.
@@ -91,28 +92,40 @@ class Trainer(ResumableTraining):
         if log_interval < 1:
             raise ConfigError(f"log_interval must be at least 1, got {log_interval}.")
         env = as_vec_env(env)
+        eval_env = None if eval_env is None else as_vec_env(eval_env)
+        for each in (env, eval_env or env):
+            policy.check_fits(each)
         cfg = cfg or TrainingConfig()
         distributed.equalize(algorithm.initial_tensors())
         distributed.seed_apart(cfg.seed)
         collector = collector or SyncCollector(
-            env, algorithm.rollout_policy, keep=algorithm.required_keys, seed=env_seed(cfg.seed, env.num_envs)
+            env, algorithm.rollout_policy, keep=algorithm.required_keys, seed=env_seed(cfg.seed)
         )
         super().__init__(
             env, policy, algorithm, cfg, collector=collector, loggers=loggers, save_dir=save_dir, config=config
         )
-        self.eval_env: VecEnv | None = None if eval_env is None else as_vec_env(eval_env)
+        self.eval_env: VecEnv | None = eval_env
         self.run_dir = Path(run_dir) if run_dir is not None else None
         self.log_interval = log_interval
         self.log_reward_components = log_reward_components
         self.save_step_csv = save_step_csv
+        self._check_step_csv()
         self.callbacks = Callbacks()
         self.run_lock: files.DirectoryLock | None = None
         """Of the run directory, where this trainer is the one that may write there; ``close`` gives it back."""
         self._made_eval_envs: int | None = None
         """How many environments were asked for, when this trainer made them."""
         self._acting = algorithm.rollout_policy
+        self._stop_request: StopRequest | None = None
+        """Of the ``learn`` that runs."""
+        self._unlogged: dict[str, float] | None = None
+        """The numbers of the last iteration, where no logger has them."""
         self._is_first = True
         """No update has begun since this trainer was made."""
+
+    def _check_step_csv(self) -> None:
+        if self.save_step_csv and self.run_dir is None:
+            raise ConfigError("save_step_csv needs a directory for the tables: give run_dir (log_dir of the runner).")
 
     def add_callback(self, event: str, handler: Callable[..., Any]) -> None:
         """Call ``handler`` at an event; see ``apexrl.agent.callbacks``."""
@@ -121,12 +134,18 @@ class Trainer(ResumableTraining):
     def learn(self, total_timesteps: int | None = None) -> None:
         """Train until ``total_steps`` reaches ``total_timesteps``, and save.
 
-        Ctrl-C and SIGTERM end the running iteration, save, and then leave as usual; SIGTERM does not wait long for a
-        slow iteration, and saves what it began with. Of several processes that learn
+        Nothing happens with 0. Ctrl-C and SIGTERM end the running iteration, save, and then leave as usual; SIGTERM
+        does not wait long for a slow iteration, and saves what it began with. Of several processes that learn
         together, all call this; when one is lost, the others leave, and the first saves what it knows.
         """
         target = self.cfg.total_timesteps if total_timesteps is None else total_timesteps
+        if target < 0:
+            raise ConfigError(f"total_timesteps must not be negative, got {target}.")
+        if target == 0:
+            return
+        self._prepare_directories()
         with stop_on_signal(self._save_in_time) as stop:
+            self._stop_request = stop
             try:
                 self._teach_normalizer(target, stop)
                 while self._progress(target) < 1.0 and not stop.is_set_anywhere():
@@ -135,6 +154,8 @@ class Trainer(ResumableTraining):
                         self._iterate(target)
                     if self.cfg.save_interval and self.iteration % self.cfg.save_interval == 0:
                         self._save_once()
+                if stop.asked and self._unlogged is not None:
+                    self._log(self._unlogged)
                 self._save_once()
             except Abandoned:
                 self._between_steps = False
@@ -156,7 +177,26 @@ class Trainer(ResumableTraining):
             except Exception:
                 self._save_before_leaving()
                 raise
+            finally:
+                self._stop_request = None
             stop.raise_if_set()
+        if warning := self.no_step_warning():
+            self.tell(warning)
+
+    def no_step_warning(self) -> str:
+        """Return what to say at the end of a run whose optimizer took no step; an empty string for any other."""
+        if self.optimizer_steps != 0 or not self.iteration:
+            return ""
+        advice = self.algorithm.advice_without_steps
+        return (
+            f"WARNING: nothing was learned. The optimizer took no step in {self.iteration:,} iterations, so the policy "
+            f"is what it was at the start. {advice}".rstrip()
+        )
+
+    def stop(self) -> None:
+        """Let ``learn`` return after the running iteration, logged and saved; for callbacks and other threads."""
+        if self._stop_request is not None:
+            self._stop_request.asked = True
 
     def _progress(self, target: int) -> float:
         """How much of the training is done, from 0 to 1."""
@@ -173,7 +213,7 @@ class Trainer(ResumableTraining):
             return
         self._between_steps = False
         with stop.abandonable():
-            batch = self.collector.collect(self.algorithm.num_steps)
+            batch = self.collector.collect_for_normalizer(self.algorithm.num_steps)
         # What is not finite stays out; the first update will name it.
         obs = batch[OBSERVATION][batch[VALID].squeeze(-1)] if VALID in batch else batch[OBSERVATION]
         self.policy.update_normalizer(obs, apply=distributed.everywhere(_is_finite(obs)))
@@ -208,6 +248,7 @@ class Trainer(ResumableTraining):
         host = merged_to_host(metrics)
         self.algorithm.raise_if_diverged({"nonfinite": host.pop("train/nonfinite", 0.0)}, batch)
         self.iteration += 1
+        self._count_optimizer_steps(host.get("train/updates"))
         num_steps = distributed.total(self.collector.steps_in(batch))
         self.total_steps += num_steps
         self._between_steps = True
@@ -219,19 +260,30 @@ class Trainer(ResumableTraining):
         fire("post_iteration", self, stats)
         self._iteration_seconds[self._evaluates(self.iteration)] = time.monotonic() - begin
 
+    def _count_optimizer_steps(self, taken: float | None) -> None:
+        """Add what an update reported; a count that was not known once is never known again."""
+        if self.optimizer_steps is not None:
+            self.optimizer_steps = None if taken is None else self.optimizer_steps + int(taken)
+
     def _record(self, stats: dict[str, float], target: int) -> None:
         evaluated = self._evaluates(self.iteration)
         self._between_steps = False  # a checkpoint from here would lack what is recorded here
         if evaluated:
             stats.update(_known(self.evaluate(self.cfg.eval_episodes).logs()))
-        if evaluated or self.iteration % self.log_interval == 0:
-            stats.update(merged_collection(self.collector.metrics()))
-            for logger in self.loggers:
-                logger.log(stats)
-            self.collector.episode_metrics.clear()
+        self._unlogged = stats
+        is_first_or_last = self.iteration == 1 or self._progress(target) >= 1.0
+        if evaluated or is_first_or_last or self.iteration % self.log_interval == 0:
+            self._log(stats)
         self._between_steps = True
         for logger in self.loggers:
             logger.progress(stats, self._progress(target))
+
+    def _log(self, stats: dict[str, float]) -> None:
+        stats.update(merged_collection(self.collector.metrics()))
+        for logger in self.loggers:
+            logger.log(stats)
+        self.collector.episode_metrics.clear()
+        self._unlogged = None
 
     def _rollout_metrics(self, batch: TensorDict) -> dict[str, Tensor | Weighted]:
         metrics: dict[str, Tensor | Weighted] = {}
@@ -241,11 +293,12 @@ class Trainer(ResumableTraining):
             metrics["rollout/mean_reward"] = Weighted((batch[REWARD] * valid).sum() / count, lambda: count)
         if VALUE in batch:
             metrics["rollout/mean_value"] = batch[VALUE].mean()
-        specs, episodes = self.env.metric_specs, self.collector.episode_metrics
+        episodes = self.collector.episode_metrics
+        specs, events = episodes.specs, {field for name in episodes.reported for field in episodes.specs[name].fields}
         for name, mean in episodes.means().items():
             if name in IDENTITY_FIELDS or (name in specs and not self.log_reward_components):
                 continue
-            number = Weighted(mean, partial(episodes.count, name))
+            number = Weighted(mean, partial(episodes.count, name), name in events)
             metrics.update(dict.fromkeys(training_log_names(name, specs), number))
         if LOG in batch:
             for name, value in batch[LOG].items():
@@ -262,19 +315,12 @@ class Trainer(ResumableTraining):
 
         Of several processes that learn together, all call this and get the result; the first one does the work.
         """
+        self._check_step_csv()
+        self._prepare_directories()
         # Making environments draws random numbers, and their simulators may: training must not notice.
         with self.collector.quiet(), checkpoint.kept_rng_state():
-            result = distributed.on_first(
-                lambda: evaluate(
-                    self._evaluation_env(min(self.cfg.eval_num_envs, n_episodes)),
-                    self.policy,
-                    n_episodes,
-                    deterministic=deterministic,
-                    seed=self.cfg.seed + EVAL_SEED_OFFSET,
-                    record_steps=self.save_step_csv,
-                    on_progress=on_progress,
-                )
-            )
+            events = set().union(*distributed.gather(self.collector.episode_metrics.events()))
+            result = distributed.on_first(lambda: self._run_evaluation(n_episodes, deterministic, events, on_progress))
         if self.run_dir is not None and distributed.is_first():
             record = {"iteration": self.iteration, "step": self.total_steps, **result.record()}
             append_json_line(self.run_dir / "evaluations.jsonl", record)
@@ -284,6 +330,17 @@ class Trainer(ResumableTraining):
                     save_step_csvs(result.step_rows, directory)
         self.num_evaluations += 1
         return result
+
+    def _run_evaluation(
+        self, n_episodes: int, deterministic: bool, events: set[str], on_progress: Callable[[int], None] | None
+    ) -> EvaluationResult:
+        env = self._evaluation_env(min(self.cfg.eval_num_envs, n_episodes))
+        seed = self.cfg.seed + EVAL_SEED_OFFSET
+        run = partial(evaluate, env, self.policy, n_episodes, seed=seed, events=events)
+        result = run(deterministic=deterministic, record_steps=self.save_step_csv, on_progress=on_progress)
+        if not (deterministic and self.cfg.eval_sampled):
+            return result
+        return replace(result, sampled=run(deterministic=False))
 
     def _evaluation_env(self, num_envs: int) -> VecEnv:
         """Return the environments that were given, or ones made here in the wanted number."""

@@ -15,14 +15,31 @@ from apexrl import distributed
 from apexrl.errors import ConfigError, DivergenceError, did_you_mean
 from apexrl.optim import FlatAdam
 from apexrl.policies.base import Policy
-from apexrl.types import ACTION, OBSERVATION, REWARD, SAMPLE_LOG_PROB
+from apexrl.types import (
+    ACTION,
+    DONE,
+    NEXT_VALUE,
+    OBSERVATION,
+    REWARD,
+    SAMPLE_LOG_PROB,
+    TERMINATED,
+    TRUNCATED,
+    VALUE,
+    Observation,
+)
+
+MAX_BEHAVIOUR_WEIGHT = 2.0
+"""Most that a sample of older weights counts for being likelier under the policy at the start of the update."""
 
 
 class BaseAlgorithm(ABC):
     """Turns a batch into a parameter update. A new algorithm implements ``update``."""
 
-    required_keys: ClassVar[frozenset[str]] = frozenset({OBSERVATION, ACTION, REWARD})
-    """What ``update`` reads; the collector stores these and no more."""
+    required_keys: ClassVar[frozenset[str]] = frozenset(
+        {OBSERVATION, ACTION, REWARD, TERMINATED, TRUNCATED, DONE, VALUE, NEXT_VALUE, SAMPLE_LOG_PROB}
+    )
+    """What ``update`` reads; the collector stores these and no more. By default everything that on-policy learning can
+    use."""
 
     on_policy: ClassVar[bool] = True
     """Whether batches must come from the current policy."""
@@ -32,6 +49,8 @@ class BaseAlgorithm(ABC):
     """Fields of the configuration that several processes split, and how; None: it learns in one process only."""
     own_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of ``state_dict`` whose values differ between processes that learn together."""
+    advice_without_steps: ClassVar[str] = ""
+    """What to change when a whole run took no optimizer step."""
 
     def __init__(self, policy: Policy, num_steps: int = 32) -> None:
         self.policy = policy
@@ -43,12 +62,37 @@ class BaseAlgorithm(ABC):
         """What acts while training collects; evaluation always uses ``policy``."""
         return self.policy
 
+    @torch.no_grad()
+    def get_action(self, obs: Observation, deterministic: bool = False) -> Tensor:
+        """Return the actions ``[N, A]`` for observations ``[N, ...]``, on their device.
+
+        Args:
+            obs: observations.
+            deterministic: as an evaluation acts, with ``policy``; otherwise as training does, with ``rollout_policy``.
+
+        Raises:
+            ConfigError: for a policy with memory, which observations alone do not say.
+        """
+        policy = self.policy if deterministic else self.rollout_policy
+        if policy.initial_memory(1):
+            raise ConfigError(
+                f"get_action has no memory to give to {type(policy).__name__}; call policy.act(carry) instead, or let "
+                "runner.rollout act, which keeps it between calls."
+            )
+        carry = {OBSERVATION: obs.to(policy.device), **policy.initial_state(obs.shape[0])}
+        was_training = policy.training
+        policy.eval()
+        action = policy.act(carry, deterministic)[ACTION]
+        policy.train(was_training)
+        return action.to(obs.device or action.device)
+
     @abstractmethod
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Improve the policy with one batch ``[T, N]``; returns 0-d tensors, still on the device.
 
         A metric called ``nonfinite`` above 0 says that a loss or gradient was not finite and that no step was taken
-        from there on; ``raise_if_diverged`` turns it into a report.
+        from there on; ``raise_if_diverged`` turns it into a report. One called ``updates`` counts the optimizer steps
+        that were taken; a run that took none says so at its end.
         """
 
     def initial_tensors(self) -> list[Tensor]:
@@ -133,6 +177,23 @@ class BaseAlgorithm(ABC):
         ) + 2, "Training diverged: the loss was not finite. Lower algo.learning_rate, or normalise rewards."
 
 
+def check_source(algorithm: str, env: Any, policy: Policy | None) -> None:
+    """Raise unless an algorithm got a policy, or an environment to create one for."""
+    if isinstance(env, Policy):
+        raise ConfigError(
+            f"{algorithm} takes an environment first; give it the policy by name: {algorithm}(policy=...)."
+        )
+    if (env is None) == (policy is None):
+        raise ConfigError(
+            f"{algorithm} needs either a policy (policy=...) or an environment to create one for (env=...)."
+        )
+    if not isinstance(policy, Policy | None):
+        raise ConfigError(
+            f"{algorithm} needs a Policy, got {type(policy).__name__}; give networks of your own as actor_class and "
+            "critic_class, or write a subclass of Policy."
+        )
+
+
 def find_device() -> torch.device:
     """CUDA when there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -173,8 +234,8 @@ class Progress:
         return loss, norm
 
     def means(self) -> dict[str, Tensor]:
-        """Return the mean of each metric over the minibatches that took a step."""
-        means = self.sums[:-1] / self.sums[-1].clamp_min(1.0)
+        """Return the mean of each metric over the minibatches that took a step; NaN when none did."""
+        means = self.sums[:-1] / self.sums[-1]
         return dict(zip(self.names, means.unbind(), strict=True))
 
 

@@ -100,6 +100,33 @@ def imitation_loss(policy: Policy, batch: Mapping[str, Any]) -> Tensor:
     return -log_prob.float().mean()
 
 
+def imitation_error(policy: Policy, batch: Mapping[str, Any]) -> Tensor:
+    """Return the mean squared error of demonstrated chunks, a mean over their numbers; it does not see σ.
+
+    The policy's own (of a vla, on normalised actions), or that of the mode; of discrete actions minus their
+    log-probability.
+    """
+    own: Callable[[Mapping[str, Any]], Tensor] | None = getattr(policy, "imitation_error", None)
+    if own is not None:
+        return own(batch).float().mean()
+    if batch[ACTION].is_floating_point():
+        return squared_error(policy, batch).float().mean()
+    return imitation_loss(policy, batch)
+
+
+def squared_error(policy: Policy, batch: Mapping[str, Any]) -> Tensor:
+    """Return the squared error of the mode, ``[B, chunk * A]``."""
+    distribution: Any = getattr(policy, "distribution", None)
+    if distribution is None:
+        name = type(policy).__name__
+        raise ConfigError(
+            f"algo.loss mse and algo.imitation_coef need a policy with distribution(obs), {name} has none: give it "
+            "that method, or imitation_error(batch) of its own."
+        )
+    error: Tensor = (distribution(batch[OBSERVATION]).mode - batch[ACTION]).square()
+    return error
+
+
 def randomly_moved(pictures: Tensor, most: int) -> Tensor:
     """Move each picture (``[B, H, W, C]`` or ``[B, C, H, W]``) by up to ``most`` pixels; its border is drawn out."""
     channels_last = pictures.shape[-1] < pictures.shape[1]
@@ -190,7 +217,7 @@ class BC(BaseAlgorithm):
         self.policy.train()
         self._step(rollout.select(OBSERVATION, ACTION, VALID_STEPS, strict=False).reshape(-1))
         self.policy.eval()
-        return self._metrics()
+        return {**self._metrics(), "updates": self._progress.sums[-1].clone()}
 
     def _metrics(self) -> dict[str, Tensor]:
         return {
@@ -251,17 +278,8 @@ class BC(BaseAlgorithm):
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=self.acceleration.precision == "bf16"):
             by_error = cfg.loss == "mse" or (cfg.loss == "auto" and not cfg.learn_std)
             if by_error and batch[ACTION].is_floating_point() and not hasattr(policy, "imitation_loss"):
-                return self._squared_error(batch).float().mean()
+                return squared_error(policy, batch).float().mean()
             return imitation_loss(policy, batch)
-
-    def _squared_error(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the squared error of the mode, ``[B, chunk * A]``."""
-        distribution: Any = getattr(self.policy, "distribution", None)
-        if distribution is None:
-            name = type(self.policy).__name__
-            raise ConfigError(f"algo.loss mse needs a policy with distribution(obs), {name} has none; use likelihood.")
-        error: Tensor = (distribution(batch[OBSERVATION]).mode - batch[ACTION]).square()
-        return error
 
     def _varied(self, samples: TensorDict) -> TensorDict:
         """Shake the vectors of the observations, and move the pictures."""

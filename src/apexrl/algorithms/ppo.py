@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
@@ -11,26 +12,35 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl import distributed
-from apexrl.algorithms.base import BaseAlgorithm, Progress, check_types, find_device
+from apexrl.algorithms.base import (
+    MAX_BEHAVIOUR_WEIGHT,
+    BaseAlgorithm,
+    Progress,
+    check_source,
+    check_types,
+    find_device,
+)
 from apexrl.buffers import bounds
-from apexrl.envs import as_vec_env
+from apexrl.envs import VecEnv, as_vec_env
 from apexrl.errors import ConfigError
 from apexrl.functional import approx_kl, clipped_surrogate, explained_variance, gae, normalize, value_loss
 from apexrl.graphs import Acceleration, Captured, Compiled
 from apexrl.models import MLPActor, MLPCritic, RewardScaler
+from apexrl.models.actor import ActionHead
 from apexrl.optim import FlatAdam
-from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic
+from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic, SACPolicy, VLAPolicy
 from apexrl.types import (
     ACTION,
     ADVANTAGE,
     DONE,
     NEXT_VALUE,
     OBSERVATION,
+    POLICY_VERSION,
+    PRE_TANH,
     RETURN,
     REWARD,
     SAMPLE_LOG_PROB,
     TERMINATED,
-    TRUNCATED,
     VALUE,
     Evaluation,
 )
@@ -68,6 +78,12 @@ class PPOConfig:
     """Weight of the value loss."""
     entropy_coef: float = 0.001
     """Weight of the entropy bonus."""
+    std_schedule: Literal["learned", "capped", "imposed"] = "learned"
+    """learned: σ is a parameter like others; capped: at most σ̄ after each update, which falls by equal ratios from
+    policy.init_std to final_std at the end of training; imposed: σ̄ after each update."""
+    final_std: float = 0.2
+    """Standard deviation σ̄ at the end of training, usually 0.05 to 0.5 of policy.init_std; only for capped and
+    imposed."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
     normalize_advantage: Literal["batch", "minibatch", "none"] = "batch"
@@ -89,7 +105,7 @@ class PPOConfig:
         check_types(self, "algo")
         for name in ("num_steps", "num_epochs", "num_minibatches"):
             require(name, getattr(self, name) >= 1, "must be at least 1")
-        for name in ("learning_rate", "desired_kl", "max_grad_norm", "adam_eps", "reward_scale"):
+        for name in ("learning_rate", "desired_kl", "max_grad_norm", "adam_eps", "reward_scale", "final_std"):
             require(name, getattr(self, name) > 0, "must be positive")
         for name in ("gamma", "lam"):
             require(name, 0 <= getattr(self, name) <= 1, "must lie in [0, 1]")
@@ -112,6 +128,12 @@ class PPOConfig:
             )
 
 
+ANCHOR_LOG_PROB = "anchor_log_prob"
+"""Log-probability of a stored action under the policy at the start of the update, where it is not ``SAMPLE_LOG_PROB``:
+where the update computes in bfloat16, and in rollouts of older weights."""
+BEHAVIOUR_WEIGHT = "behaviour_weight"
+"""Of a sample that older weights collected: how much likelier the policy at the start of the update takes its action
+than those did, at most ``MAX_BEHAVIOUR_WEIGHT``."""
 METRICS = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_frac", "grad_norm")
 
 
@@ -139,12 +161,14 @@ class PPO(BaseAlgorithm):
     critic_class)``, which makes an ``ActorCritic`` on ``device``, or on CUDA when there is one.
     """
 
-    policies: ClassVar[Mapping[str, type[Policy]]] = {"mlp": ActorCritic, "gru": RecurrentActorCritic}
+    policies: ClassVar[Mapping[str, type[Policy]]] = {
+        "mlp": ActorCritic,
+        "gru": RecurrentActorCritic,
+        "vla": VLAPolicy,
+    }
     shared_fields: ClassVar[Mapping[str, Callable[[int, str], int]] | None] = {}
     own_keys = ("reward_scaler",)
-    required_keys = frozenset(
-        {OBSERVATION, ACTION, REWARD, TERMINATED, TRUNCATED, DONE, VALUE, NEXT_VALUE, SAMPLE_LOG_PROB}
-    )
+    advice_without_steps = "Lower algo.learning_rate, or raise algo.target_kl."
 
     def __init__(
         self,
@@ -159,16 +183,19 @@ class PPO(BaseAlgorithm):
         device: torch.device | str | None = None,
         acceleration: Acceleration | None = None,
     ) -> None:
-        if (env is None) == (policy is None):
-            raise ConfigError("PPO needs either a policy (policy=...) or an environment to make one for (env=...).")
-        if policy is None:
-            policy = ActorCritic.for_env(
-                as_vec_env(env),
-                actor_class=actor_class,
-                critic_class=critic_class,
-                actor_cfg=actor_cfg,
-                critic_cfg=critic_cfg,
+        check_source("PPO", env, policy)
+        if isinstance(policy, SACPolicy):
+            raise ConfigError(
+                "PPO cannot train a SACPolicy, whose critics value actions instead of states; give it an ActorCritic, "
+                "or train this policy with SAC."
             )
+        if policy is not None and not policy.has_value:
+            raise ConfigError(
+                f"PPO needs a policy that values states, and this {type(policy).__name__} has no value head. Create it "
+                "with value_head=True, or train it with RLOO, which needs none."
+            )
+        if policy is None:
+            policy = self.policy_for(as_vec_env(env), actor_class, critic_class, actor_cfg, critic_cfg)
             device = device or find_device()
         if device is not None:
             policy.to(device)
@@ -176,7 +203,29 @@ class PPO(BaseAlgorithm):
         super().__init__(policy, self.cfg.num_steps)
         self.reward_scaler = RewardScaler(self.cfg.gamma).to(policy.device) if self.cfg.normalize_reward else None
         self.acceleration = acceleration or Acceleration()
+        self._heads = [
+            head for head in policy.modules() if isinstance(head, ActionHead) and isinstance(head.log_std, nn.Parameter)
+        ]
+        if self.cfg.std_schedule != "learned" and not self._heads:
+            raise ConfigError(
+                f"algo.std_schedule {self.cfg.std_schedule} needs an ActionHead over continuous actions with "
+                "policy.state_dependent_std false; use learned."
+            )
         self._prepare(policy)
+
+    @classmethod
+    def policy_for(
+        cls,
+        env: VecEnv,
+        actor_class: type[nn.Module],
+        critic_class: type[nn.Module],
+        actor_cfg: Mapping[str, Any] | None,
+        critic_cfg: Mapping[str, Any] | None,
+    ) -> Policy:
+        """Create the policy that is trained when none is given."""
+        return ActorCritic.for_env(
+            env, actor_class=actor_class, critic_class=critic_class, actor_cfg=actor_cfg, critic_cfg=critic_cfg
+        )
 
     def _prepare(self, learner: Policy, apart: str | None = None) -> None:
         """Get ready to train the networks of a policy, with an optimizer that knows nothing yet.
@@ -193,6 +242,8 @@ class PPO(BaseAlgorithm):
         self._run_step = Compiled(self._step, enabled=self.acceleration.compile, device=device)
         self._captured_epoch = self._captured("The update", self._epoch)
         self._captured_advantage = self._captured("The advantage", self._compute_advantage)
+        self._run_log_prob = Compiled(self._log_prob, enabled=self.acceleration.compile, device=device)
+        self._captured_anchor = self._captured("The start of the update", self._anchor)
         self._progress = Progress(METRICS, device)
         self._batch = TensorDict({}, batch_size=[0, 0])
         self._data: dict[str, Any] = {}
@@ -225,6 +276,8 @@ class PPO(BaseAlgorithm):
         progress = self._progress
         progress.restart()
         self.policy.train()
+        if ANCHOR_LOG_PROB in self._data:
+            self._captured_anchor()
         for _ in range(self.cfg.num_epochs):
             self._captured_epoch(torch.randperm(count, device=self.policy.device))
         self.policy.eval()
@@ -234,23 +287,29 @@ class PPO(BaseAlgorithm):
             "explained_variance": explained_variance(
                 distributed.whole(self._batch[VALUE]), distributed.whole(self._batch[RETURN])
             ),
+            "updates": progress.sums[-1].clone(),
             "skipped": progress.stop.clone(),
             "nonfinite": progress.nonfinite.clone(),
         }
 
     def _load(self, rollout: TensorDict) -> None:
         """Put a rollout where the minibatch step reads it; with graphs, into the same memory every time."""
-        memory = self.policy.initial_state(1)
-        batch = rollout.select(*self.required_keys, *memory)
-        same_shape = self._batch.shape == batch.shape
-        if same_shape and self._captured_epoch.enabled:
+        stored = [*self.policy.initial_memory(1), *self.policy.extra_keys]
+        stored += [PRE_TANH] if PRE_TANH in rollout.keys() else []  # noqa: SIM118
+        batch = rollout.select(*self.required_keys, *stored)
+        is_stale = POLICY_VERSION in rollout.keys()  # noqa: SIM118
+        anchor = [ANCHOR_LOG_PROB] if is_stale or self.acceleration.precision == "bf16" else []
+        computed = [ADVANTAGE, RETURN, *anchor, *([BEHAVIOUR_WEIGHT] if is_stale else [])]
+        same_layout = self._batch.shape == batch.shape and set(self._batch.keys()) == {*batch.keys(), *computed}
+        if same_layout and self._captured_epoch.enabled:
             self._batch.update_(batch)
             return
-        if not same_shape:
+        if not same_layout:
             self._forget_batch()
         self._batch = batch.clone() if self._captured_epoch.enabled else batch
-        self._batch[ADVANTAGE], self._batch[RETURN] = torch.empty_like(batch[VALUE]), torch.empty_like(batch[VALUE])
-        read_by_loss = [OBSERVATION, ACTION, SAMPLE_LOG_PROB, VALUE, ADVANTAGE, RETURN, *memory]
+        for name in computed:
+            self._batch[name] = torch.empty_like(batch[VALUE], memory_format=torch.contiguous_format)
+        read_by_loss = [OBSERVATION, ACTION, SAMPLE_LOG_PROB, VALUE, *computed, *stored]
         data = self._batch.select(*read_by_loss, *([DONE] if self.policy.sequential else []))
         self._data = dict((data if self.policy.sequential else data.reshape(-1)).items())
 
@@ -259,6 +318,8 @@ class PPO(BaseAlgorithm):
         self._run_step.forget()
         self._captured_epoch.forget()
         self._captured_advantage.forget()
+        self._run_log_prob.forget()
+        self._captured_anchor.forget()
 
     @torch.no_grad()
     def _compute_advantage(self) -> None:
@@ -280,6 +341,25 @@ class PPO(BaseAlgorithm):
         batch[ADVANTAGE].copy_(advantage)
         batch[RETURN].copy_(target)
 
+    @torch.no_grad()
+    def _anchor(self) -> None:
+        """Evaluate the stored actions under the policy as it is, a minibatch at a time, and weight stale samples.
+
+        w = min(π_start(a|s) / π_sample(a|s), MAX_BEHAVIOUR_WEIGHT)
+        """
+        data, leading = self._data, (slice(None),) if self.policy.sequential else ()
+        for start, end in bounds(data[VALUE].shape[len(leading)], self.cfg.num_minibatches):
+            place = (*leading, slice(start, end))
+            part = {name: value[place] for name, value in data.items()}
+            data[ANCHOR_LOG_PROB][place].copy_(self._run_log_prob(part, key=end - start))
+        if BEHAVIOUR_WEIGHT in data:
+            ratio = (data[ANCHOR_LOG_PROB] - data[SAMPLE_LOG_PROB]).exp()
+            data[BEHAVIOUR_WEIGHT].copy_(ratio.clamp(max=MAX_BEHAVIOUR_WEIGHT))
+
+    def _log_prob(self, batch: Mapping[str, Any]) -> Tensor:
+        evaluation: Evaluation = self._evaluator(batch)
+        return evaluation.log_prob
+
     def _loss(self, batch: Mapping[str, Any], evaluation: Evaluation) -> tuple[Tensor, Tensor]:
         """Return the loss, and what is logged of it in the order of ``METRICS``."""
         cfg = self.cfg
@@ -287,7 +367,9 @@ class PPO(BaseAlgorithm):
         advantage = batch[ADVANTAGE]
         if cfg.normalize_advantage == "minibatch":
             advantage = _normalize(advantage)
-        log_ratio = log_prob - batch[SAMPLE_LOG_PROB]
+        if BEHAVIOUR_WEIGHT in batch:
+            advantage = advantage * batch[BEHAVIOUR_WEIGHT]
+        log_ratio = log_prob - batch[ANCHOR_LOG_PROB if ANCHOR_LOG_PROB in batch else SAMPLE_LOG_PROB]
         ratio = log_ratio.exp()
         policy_term = clipped_surrogate(ratio, advantage, cfg.clip)
         value_term = value_loss(value, batch[RETURN], batch[VALUE], cfg.clip_value)
@@ -327,26 +409,38 @@ class PPO(BaseAlgorithm):
         loss, metrics, gradient = distributed.mean(*self._gradient(minibatch))
         with torch.no_grad():
             gradient_norm, kl = gradient.norm(), metrics[METRICS.index("approx_kl")]
+            if adaptive := self.cfg.schedule == "adaptive":
+                # Before the first step nothing has moved, and after the stop nothing moves: neither tells of the rate.
+                ignored = (progress.sums[-1] == 0) | (progress.stop > 0)
             if self.cfg.target_kl is not None:
                 progress.stop.copy_(torch.max(progress.stop, kl > 1.5 * self.cfg.target_kl))
             progress.nonfinite.copy_(torch.max(progress.nonfinite, ~(loss + gradient_norm).isfinite()))
             skip = torch.max(progress.stop, progress.nonfinite)
             self.optimizer.step(gradient, gradient_norm, skip)
-            if self.cfg.schedule == "adaptive":
-                self._adapt_learning_rate(kl, skip)
+            if adaptive:
+                self._adapt_learning_rate(kl, progress.stop > 0, ignored | (progress.nonfinite > 0))
             progress.add(torch.cat((metrics, gradient_norm.view(1))), taken=skip == 0)
 
-    def _adapt_learning_rate(self, kl: Tensor, skip: Tensor) -> None:
+    def _adapt_learning_rate(self, kl: Tensor, stops: Tensor, ignored: Tensor) -> None:
+        """Follow the KL divergence of a minibatch; one that stops the update always lowers the rate."""
         low, high = self.cfg.learning_rate_bounds
         rate = self.optimizer.learning_rate
         slower = (rate / 1.5).clamp(min=low)
         faster = (rate * 1.5).clamp(max=high)
-        taken = skip == 0
-        too_far, too_near = taken & (kl > 2.0 * self.cfg.desired_kl), taken & (kl < 0.5 * self.cfg.desired_kl)
-        rate.copy_(torch.where(too_far, slower, torch.where(too_near, faster, rate)))
+        too_far, too_near = (kl > 2.0 * self.cfg.desired_kl) | stops, kl < 0.5 * self.cfg.desired_kl
+        followed = torch.where(too_far, slower, torch.where(too_near, faster, rate))
+        rate.copy_(torch.where(ignored, rate, followed))
 
     def adjust_learning_rate(self, progress: float) -> None:
-        """Follow the linear schedule; the other schedules need nothing here."""
+        """Follow the linear schedule, and that of σ; the others need nothing here.
+
+        log σ̄ = (1 − progress) log init_std + progress log final_std
+        """
+        if self.cfg.std_schedule != "learned":
+            for head in self._heads:
+                start, end = math.log(head.init_std), math.log(self.cfg.final_std)
+                limit = start + progress * (end - start)
+                head.limit_log_std(-math.inf if self.cfg.std_schedule == "capped" else limit, limit)
         if self.cfg.schedule == "linear":
             self.optimizer.learning_rate.fill_(self.cfg.learning_rate * max(0.0, 1.0 - progress))
 

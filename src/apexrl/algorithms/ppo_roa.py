@@ -11,16 +11,18 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 
 from apexrl.algorithms.base import Progress
 from apexrl.algorithms.ppo import PPO, PPOConfig
 from apexrl.buffers import bounds
+from apexrl.envs import VecEnv
 from apexrl.errors import ConfigError
 from apexrl.graphs import Acceleration, Compiled
+from apexrl.models import MLPActor
 from apexrl.optim import FlatAdam, flatten
 from apexrl.policies import Policy, ROAPolicy
-from apexrl.types import OBS_KEY, OBSERVATION, Observation
+from apexrl.types import NEXT_OBSERVATION, NEXT_VALUE, OBS_KEY, OBSERVATION, VALUE, Carry, Observation
 
 Phase = Literal["train", "finetune"]
 
@@ -76,6 +78,23 @@ class PPOROAConfig(PPOConfig):
             )
 
 
+class RolloutPolicy(nn.Module):
+    """A policy that maps a carry, or the observation that ``reset`` returned, to the carry with its action."""
+
+    def __init__(self, policy: Policy, *, deterministic: bool) -> None:
+        super().__init__()
+        self.policy, self.deterministic = policy, deterministic
+
+    def forward(self, carry: Carry | Observation) -> Carry:
+        """Return the carry with ``action``, ``sample_log_prob`` and the privileged feature, known or guessed."""
+        carry = carry if isinstance(carry, dict) else {OBSERVATION: carry}
+        return {**carry, **self.policy.act(carry, self.deterministic)}
+
+    def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
+        """Act as the policy does."""
+        return self.policy.act(carry, deterministic)
+
+
 class PPOROA(PPO):
     """Trains a teacher with privileged information, and a student that adapts from history.
 
@@ -95,11 +114,29 @@ class PPOROA(PPO):
     def __init__(
         self, policy: ROAPolicy, cfg: PPOROAConfig | None = None, *, acceleration: Acceleration | None = None
     ) -> None:
+        if not isinstance(policy, ROAPolicy):
+            raise ConfigError(
+                f"PPOROA trains a ROAPolicy, got {type(policy).__name__}; make one with ROAPolicy.for_env(env)."
+            )
         self.roa_cfg = cfg or PPOROAConfig()
         self.roa: ROAPolicy = policy
         self.phase: Phase = "train"
         super().__init__(policy=policy, cfg=self.roa_cfg, acceleration=acceleration)
         self.begin_phase("finetune" if self.roa_cfg.phase == "finetune" else "train")
+
+    @classmethod
+    def policy_for(
+        cls,
+        env: VecEnv,
+        actor_class: type[nn.Module],
+        critic_class: type[nn.Module],
+        actor_cfg: Mapping[str, Any] | None,
+        critic_cfg: Mapping[str, Any] | None,
+    ) -> Policy:
+        """Create a ``ROAPolicy``, whose options are ``actor_cfg``."""
+        if actor_class is not MLPActor:
+            raise ConfigError(f"ppo_roa has actors of its own; leave actor_class out, got {actor_class.__name__}.")
+        return ROAPolicy.for_env(env, critic_class=critic_class, critic_cfg=critic_cfg, **(actor_cfg or {}))
 
     def begin_phase(self, phase: Phase) -> None:
         """Go on in a phase, with new optimizers; everything that depends on the phase is chosen here."""
@@ -132,7 +169,7 @@ class PPOROA(PPO):
         self._penalty_weight = torch.zeros((), device=policy.device)
 
     def _explore_as_the_teacher(self) -> None:
-        """Give the student the teacher's standard deviation, which imitating the mean does not teach."""
+        """Give the student the teacher's standard deviation; one that depends on the state it has imitated."""
         theirs, ours = self.roa.actor.action_head.log_std, self.roa.actor_adapt.action_head.log_std
         if theirs is not None and ours is not None:
             with torch.no_grad():
@@ -143,11 +180,30 @@ class PPOROA(PPO):
         """The teacher in phase train, the student in finetune."""
         return self._acting
 
-    def get_rollout_policy(self, mode: str = "train") -> Policy:
-        """Return what acts: in mode ``train`` that of the phase, in mode ``eval`` the deployable student."""
+    def get_rollout_policy(self, mode: str = "train") -> RolloutPolicy:
+        """Return what acts: in mode ``train`` that of the phase, in mode ``eval`` the deployable student's mean."""
         if mode not in ("train", "eval"):
             raise ConfigError(f"get_rollout_policy knows the modes train and eval, got '{mode}'.")
-        return self._acting if mode == "train" else self.roa
+        return RolloutPolicy(self._acting if mode == "train" else self.roa, deterministic=mode == "eval")
+
+    def critic(self, tensordict: TensorDict) -> TensorDict:
+        """Value all states of a batch at once, as ``state_value``, and what the advantages need besides."""
+        batch = self._as_batch(tensordict)
+        value, next_value = self.policy.values(batch)
+        if batch is not tensordict:
+            value, next_value = value.transpose(0, 1), next_value.transpose(0, 1)
+        tensordict[VALUE], tensordict[NEXT_VALUE], tensordict["state_value"] = value, next_value, value
+        return tensordict
+
+    def _as_batch(self, tensordict: TensorDict) -> TensorDict:
+        """Return a batch ``[T, N]``; one of ``step_and_maybe_reset``, known by its ``next``, is ``[N, T]``."""
+        if "next" not in tensordict:
+            return tensordict
+        view: Any = tensordict
+        batch: TensorDict = view.transpose(0, 1).clone()  # autograd refuses the tensors of inference_mode themselves
+        batch[NEXT_OBSERVATION] = batch["next", OBSERVATION]
+        del batch["next"]
+        return batch
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Learn from one rollout ``[T, N]``: PPO, then the adaptation, then, in phase train, the normaliser."""
@@ -156,9 +212,13 @@ class PPOROA(PPO):
             observe(rollout)
         return metrics
 
-    def train_op(self, rollout: TensorDict) -> dict[str, Tensor]:
-        """Do the same as ``update``."""
-        return self.update(rollout)
+    def train_op(self, tensordict: TensorDict) -> dict[str, Tensor]:
+        """Do the same as ``update``, also with transitions ``[N, T]`` of ``step_and_maybe_reset`` and ``critic``."""
+        return self.update(self._as_batch(tensordict))
+
+    def train_policy(self, rollout: TensorDict) -> dict[str, Tensor]:
+        """Run the epochs of PPO over one rollout."""
+        return super().train_policy(self._as_batch(rollout))
 
     def train_adapt(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Train the adaptation module on the rollout that ``train_policy`` has just seen, and move its average.
@@ -215,15 +275,21 @@ class PPOROA(PPO):
             self._adapt_progress.add(torch.stack(losses), taken)
 
     def _imitate(self, obs: Observation, feature: Tensor, guess: Tensor) -> Tensor:
-        """Regress the student, given the guess, to the teacher, given the feature; returns the loss."""
+        """Regress the student, given the guess, to the teacher, given the feature; returns the loss.
+
+        L = mean((a − a*)²), and + mean((log σ − log σ*)²) where σ depends on the state.
+        """
         policy, optimizer = self.roa, self.student_optimizer
         assert optimizer is not None
         with torch.no_grad():
-            wanted = policy.actor(obs, feature).mode
+            wanted = policy.actor(obs, feature)
 
         def imitation_loss(parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            given = torch.func.functional_call(policy.actor_adapt, dict(parameters), (obs, guess)).mode
-            return (given - wanted).square().mean(), given.detach()
+            given = torch.func.functional_call(policy.actor_adapt, dict(parameters), (obs, guess))
+            loss = (given.mode - wanted.mode).square().mean()
+            if policy.actor.action_head.log_std is None:
+                loss = loss + (_log_std(given) - _log_std(wanted)).square().mean()
+            return loss, given.mode.detach()
 
         loss, _, gradient = optimizer.gradient_at(imitation_loss, functional=self.acceleration.compile)
         return self._progress.apply(optimizer, loss, gradient)[0]
@@ -274,3 +340,9 @@ class PPOROA(PPO):
         if self.student_optimizer is not None:
             self.student_optimizer.load_state_dict(state["student"])
         self._penalty_weight.copy_(state["penalty_weight"])
+
+
+def _log_std(distribution: Any) -> Tensor:
+    """Return log σ of a normal distribution, squashed or not."""
+    log_std: Tensor = getattr(distribution, "base", distribution).log_std
+    return log_std

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -13,12 +13,13 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl import distributed
-from apexrl.algorithms.base import BaseAlgorithm, Progress, check_types
-from apexrl.algorithms.bc import imitation_loss
+from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, BaseAlgorithm, Progress, check_types
+from apexrl.algorithms.bc import imitation_error
 from apexrl.algorithms.collapse import CollapseGuard
 from apexrl.buffers import bounds
 from apexrl.errors import ConfigError
 from apexrl.functional import approx_kl
+from apexrl.functional.episodes import stack_episodes
 from apexrl.functional.rloo import group_std, leave_one_out, reverse_kl, surrogate
 from apexrl.graphs import Acceleration
 from apexrl.optim import FlatAdam
@@ -30,6 +31,8 @@ from apexrl.types import (
     GROUP,
     METRIC,
     OBSERVATION,
+    POLICY_VERSION,
+    PRE_TANH,
     REWARD,
     SAMPLE_LOG_PROB,
     SAMPLED_SUCCESS,
@@ -83,9 +86,15 @@ class RLOOConfig:
     """Weight of the entropy bonus."""
     kl_coef: float = 0.0
     """Weight of the KL divergence from the policy that training started with; 0 keeps no copy of it."""
+    imitation_updates: int = 0
+    """Gradient steps of behaviour cloning on the demonstrations (task.num_demos or task.demos) before the first
+    rollout, as a run of its own in imitation in the run directory; usually 500 to 4000; 0 starts without. Not with
+    training.init_from, which names a policy to start from."""
+    imitation_learning_rate: float = 5e-4
+    """Adam's step size of imitation_updates, at the start; it falls to 0."""
     imitation_coef: float = 0.0
-    """Weight of the imitation loss on the demonstrations (task.demos), so that what they taught is not forgotten while
-    other tasks are learned; 0 reads none."""
+    """Weight of the mean squared error of the demonstrated actions (task.demos; normalised ones of a vla, and of the
+    field of a flow head), so that what they taught is not forgotten while other tasks are learned; 0 reads none."""
     imitation_batch_size: int = 256
     """Demonstrated chunks of one optimizer step, drawn with replacement."""
     max_grad_norm: float = 1.0
@@ -102,6 +111,8 @@ class RLOOConfig:
     """Keep the outcomes of every initial state in a file."""
     rollout_stats_path: str = ""
     """That file; empty for rollout_stats.json in the run directory."""
+    use_val_init: bool = False
+    """Draw initial states from the validation split, which evaluation uses: to debug, never for results."""
     oversample: float = 1.5
     """Groups run for each one still missing, when some may be dropped."""
     max_attempts: int = 4
@@ -121,13 +132,20 @@ class RLOOConfig:
         for name in ("minibatch_size", "micro_batch_size"):
             value = getattr(self, name)
             require(name, value is None or value >= 1, "must be at least 1 or null")
-        for name in ("learning_rate", "max_grad_norm", "adam_eps"):
+        for name in ("learning_rate", "imitation_learning_rate", "max_grad_norm", "adam_eps"):
             require(name, 0 < getattr(self, name) < math.inf, "must be positive")
         require("clip", 0 < self.clip < 1, "must lie in (0, 1)")
         for name in ("clip_high", "target_kl"):
             value = getattr(self, name)
             require(name, value is None or value > 0, "must be positive or null")
-        for name in ("entropy_coef", "kl_coef", "imitation_coef", "rollout_skip_threshold", "warmup_steps"):
+        for name in (
+            "entropy_coef",
+            "kl_coef",
+            "imitation_updates",
+            "imitation_coef",
+            "rollout_skip_threshold",
+            "warmup_steps",
+        ):
             require(name, getattr(self, name) >= 0, "must not be negative")
         ratio = self.collapse_ratio
         require("collapse_ratio", ratio is None or 0 < ratio < 1, "must lie in (0, 1) or be null")
@@ -153,12 +171,13 @@ class _Evaluator(nn.Module):
     def __init__(self, policy: Policy, acceleration: Acceleration) -> None:
         super().__init__()
         self.policy = policy
+        self.has_extra_keys = bool(policy.extra_keys)
         self.in_bf16 = acceleration.precision == "bf16"
 
-    def forward(self, batch: Mapping[str, Any], whole: bool) -> tuple[Tensor, Tensor]:
-        """Evaluate the actions alone, or with ``whole`` all that the actor stored; both ``[B, 1]`` in float32."""
+    def forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Evaluate what the actor stored, as far as it was executed; both ``[B, 1]`` in float32."""
         with torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.in_bf16):
-            if whole:
+            if self.has_extra_keys or VALID_STEPS in batch or PRE_TANH in batch:
                 log_prob, entropy, _ = self.policy.evaluate(batch)
             else:
                 # Without the critic, which has no part in this.
@@ -183,6 +202,11 @@ class RLOO(BaseAlgorithm):
         "minibatch_size": distributed.share_rounded,
     }
     policies: ClassVar[Mapping[str, type[Policy]]] = {"vla": VLAPolicy, "mlp": ActorCritic}
+    advice_without_steps = (
+        "In no batch did a group have both successes and failures. Start from demonstrations (task.num_demos with "
+        "algo.imitation_updates) or an imitated policy (training.init_from), raise policy.init_std (policy.noise_level "
+        "of a flow head), or lengthen task.max_episode_length."
+    )
     required_keys = frozenset({OBSERVATION, ACTION, REWARD, SAMPLE_LOG_PROB, VALID, GROUP})
 
     def __init__(
@@ -200,7 +224,7 @@ class RLOO(BaseAlgorithm):
         if self.acceleration.compile:
             # The number of chunks changes from batch to batch.
             self._evaluate = torch.compile(self._evaluate, dynamic=True)
-        self.extra_keys: tuple[str, ...] = getattr(policy, "extra_keys", ())
+        self.extra_keys = policy.extra_keys
         """What the policy returned when it acted and needs back to evaluate that; the batch must hold it."""
         self._demonstrations: TensorDict | None = None
         self._flow: PI0_CFG_Adapter | None = None
@@ -214,7 +238,10 @@ class RLOO(BaseAlgorithm):
                 )
             self._flow = PI0_CFG_Adapter(policy)
         self._progress = Progress(METRICS, policy.device)
-        self._rate, self._num_steps = cfg.learning_rate, 0
+        self._rate = cfg.learning_rate
+        """Where the schedule stands; warm-up multiplies it."""
+        self._num_steps = torch.zeros((), device=policy.device)
+        """Optimizer steps taken since Adam's moments were zero."""
 
     def remember(self, demonstrations: TensorDict) -> None:
         """Hold on to demonstrations ``[M]``, as ``load_demos`` returns them, by ``imitation_coef``."""
@@ -226,8 +253,10 @@ class RLOO(BaseAlgorithm):
         reference = [] if self.reference is None else list(self.reference.state_dict().values())
         return [*super().initial_tensors(), *reference]
 
-    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
-        """Learn from one batch ``[T, E]``."""
+    def update(self, rollout: TensorDict | Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Learn from one batch ``[T, E]``, or from the episodes that ``RolloutGenerator.generate_rollouts`` returns."""
+        if isinstance(rollout, Sequence):
+            rollout = stack_episodes(rollout)
         self.check_batch(rollout)
         if self.cfg.imitation_coef and self._demonstrations is None:
             raise ConfigError("algo.imitation_coef needs demonstrations: set task.demos, or call remember.")
@@ -238,22 +267,18 @@ class RLOO(BaseAlgorithm):
         returns, advantage = self._episodes(rollout)
         counts = advantage != 0
         success, mixed = distributed.mean(self._success(rollout, returns), counts.float().mean(), weight=len(counts))
-        # The one read of an update, besides the number of valid chunks.
+        # The one read of an update, besides the numbers of valid chunks and of those that were cut.
         success_rate, has_signal = torch.stack((success, (mixed > 0).to(success.dtype))).tolist()
         collapsed = self.guard is not None and self.guard.check(success_rate)
         if collapsed:  # which also forgot Adam's moments
-            self._num_steps = 0
+            self._num_steps.zero_()
         # Without a mixed group only the optimizer's momentum would move the weights.
         needless = not has_signal and not (self.cfg.kl_coef or self.cfg.entropy_coef)
         if not collapsed and not needless:
             self._learn(self._samples(rollout, advantage))
         here = self.policy.device
-        metrics = {
-            name: torch.where(progress.sums[-1] + progress.nonfinite > 0, mean, torch.nan)
-            for name, mean in progress.means().items()
-        }
         return {
-            **metrics,
+            **progress.means(),
             "success": success.to(here),
             "mixed": mixed.to(here),
             "collapsed": torch.tensor(float(collapsed), device=here),
@@ -296,23 +321,44 @@ class RLOO(BaseAlgorithm):
     def _samples(self, batch: TensorDict, advantage: Tensor) -> TensorDict:
         """Gather the valid chunks ``[B]`` with the advantage of their episode."""
         rows = batch[VALID].squeeze(-1).nonzero(as_tuple=True)
-        samples: TensorDict = batch.select(OBSERVATION, ACTION, SAMPLE_LOG_PROB, *self.extra_keys)[rows]
+        stored = (OBSERVATION, ACTION, SAMPLE_LOG_PROB, PRE_TANH, *self.extra_keys)
+        samples: TensorDict = batch.select(*stored, strict=False)[rows]
         samples[ADVANTAGE] = advantage[rows[1]].unsqueeze(-1)
-        if self._flow is not None and METRIC in batch and CONTROL_STEPS in batch[METRIC].keys():  # noqa: SIM118
-            # A chunk that reached the goal was cut there: what would have come after was never tried.
+        knows_steps = METRIC in batch and CONTROL_STEPS in batch[METRIC].keys()  # noqa: SIM118
+        if knows_steps and isinstance(self.policy, VLAPolicy):
+            # A chunk that reached the goal was cut there: what would have come after was never executed.
             samples[VALID_STEPS] = batch[METRIC][CONTROL_STEPS][rows].long()
-        if self._flow is None and self.acceleration.precision == "bf16":
-            # Acting was more exact: the ratio must begin at 1, not at exp(rounding of a whole chunk).
-            samples[SAMPLE_LOG_PROB] = self._log_probs(self._evaluate, samples)
+        if self._flow is None:
+            self._anchor(samples, is_stale=POLICY_VERSION in batch.keys())  # noqa: SIM118
         if self.reference is not None:
             evaluate = _Evaluator(self.reference, self.acceleration)
             samples[REFERENCE_LOG_PROB] = self._log_probs(evaluate, samples)
         return samples
 
+    def _anchor(self, samples: TensorDict, *, is_stale: bool) -> None:
+        """Compute log-probabilities again where they are not what the actor stored: the ratio must begin at 1.
+
+        A sample that older weights collected counts as often as the policy now takes its chunk more often than those
+        did, at most ``MAX_BEHAVIOUR_WEIGHT`` times. A chunk that was cut counts once: its stored probability is of all
+        of it.
+        """
+        cut = torch.zeros_like(samples[SAMPLE_LOG_PROB], dtype=torch.bool)
+        if VALID_STEPS in samples:
+            assert isinstance(self.policy, VLAPolicy)
+            cut = samples[VALID_STEPS] < self.policy.chunk
+        if is_stale or self.acceleration.precision == "bf16":  # acting was more exact, and a chunk sums many roundings
+            stored = samples[SAMPLE_LOG_PROB]
+            samples[SAMPLE_LOG_PROB] = self._log_probs(self._evaluate, samples)
+            if is_stale:
+                weight = (samples[SAMPLE_LOG_PROB] - stored).exp().clamp(max=MAX_BEHAVIOUR_WEIGHT)
+                samples[ADVANTAGE] *= torch.where(cut, 1.0, weight)
+        elif cut.any():
+            rows = cut.squeeze(-1).nonzero().squeeze(-1)
+            samples[SAMPLE_LOG_PROB][rows] = self._log_probs(self._evaluate, samples[rows])
+
     def _log_probs(self, evaluate: Any, samples: TensorDict) -> Tensor:
         size, here = self.cfg.micro_batch_size or ROWS_WITHOUT_GRADIENT, self.policy.device
-        whole = bool(self.extra_keys)
-        parts = [evaluate(dict(part.to(here).items()), whole)[0] for part in samples.split(size)]
+        parts = [evaluate(dict(part.to(here).items()))[0] for part in samples.split(size)]
         return torch.cat(parts).to(samples[ADVANTAGE].device)
 
     def _learn(self, samples: TensorDict) -> None:
@@ -330,8 +376,8 @@ class RLOO(BaseAlgorithm):
     def _step(self, samples: TensorDict, rows: Tensor) -> None:
         """Take one optimizer step, unless the update was stopped before or this step is not finite."""
         progress = self._progress
-        self._num_steps += 1
-        self.optimizer.learning_rate.fill_(self._rate * min(1.0, self._num_steps / max(1, self.cfg.warmup_steps)))
+        warm = ((self._num_steps + 1.0) / max(1, self.cfg.warmup_steps)).clamp(max=1.0)
+        self.optimizer.learning_rate.copy_(self._rate * warm)
         metrics, gradient = distributed.mean(*self._gradient(samples, rows), weight=len(rows))
         with torch.no_grad():
             norm = gradient.norm()
@@ -341,6 +387,7 @@ class RLOO(BaseAlgorithm):
             progress.nonfinite.copy_(torch.max(progress.nonfinite, ~(metrics[0] + norm).isfinite()))
             skip = torch.max(progress.stop, progress.nonfinite)
             self.optimizer.step(gradient, norm, skip)
+            self._num_steps += 1.0 - skip
             progress.add(torch.cat((metrics, norm.view(1))), taken=skip == 0)
 
     def _gradient(self, samples: TensorDict, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -361,12 +408,12 @@ class RLOO(BaseAlgorithm):
         return torch.cat((torch.stack(metrics).sum(0), imitation)), gradient
 
     def _imitation_loss(self) -> Tensor:
-        """Return the loss of some demonstrated chunks."""
+        """Return the mean squared error of some demonstrated chunks."""
         assert self._demonstrations is not None
         here, count = self.policy.device, self._demonstrations.shape[0]
         batch = self._demonstrations[torch.randint(count, (self.cfg.imitation_batch_size,), device=here)]
         with torch.autocast(here.type, torch.bfloat16, enabled=self.acceleration.precision == "bf16"):
-            return imitation_loss(self.policy, dict(batch.items()))
+            return imitation_error(self.policy, dict(batch.items()))
 
     def _loss(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the mean loss of a micro-batch, and what is logged of it in the order of ``METRICS``."""
@@ -375,7 +422,7 @@ class RLOO(BaseAlgorithm):
             loss = self._flow_loss(self._flow, batch)
             nothing = torch.zeros_like(loss.detach())
             return loss, torch.stack((loss.detach(), loss.detach(), nothing, nothing, nothing, nothing))
-        log_prob, entropy = self._evaluate(batch, bool(self.extra_keys))
+        log_prob, entropy = self._evaluate(batch)
         log_ratio = log_prob - batch[SAMPLE_LOG_PROB]
         clip_high = cfg.clip if cfg.clip_high is None else cfg.clip_high
         policy_term = surrogate(log_ratio, batch[ADVANTAGE], cfg.clip, clip_high).mean()
@@ -402,20 +449,22 @@ class RLOO(BaseAlgorithm):
             self._rate = self.cfg.learning_rate * max(0.0, 1.0 - progress)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return optimizer, starting policy and what the guard against collapse remembers."""
+        """Return optimizer, schedule, starting policy and what the guard against collapse remembers."""
         reference = {} if self.reference is None else self.reference.state_dict()
         return {
             "optimizer": self.optimizer.state_dict(),
             "reference": {name: value.clone() for name, value in reference.items()},
             "guard": {} if self.guard is None else self.guard.state_dict(),
-            "num_steps": self._num_steps,
+            "num_steps": int(self._num_steps),
+            "rate": self._rate,
             "config": asdict(self.cfg),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
         self.optimizer.load_state_dict(state["optimizer"])
-        self._num_steps = state["num_steps"]
+        self._num_steps.fill_(state["num_steps"])
+        self._rate = state["rate"]
         if self.reference is not None and state["reference"]:
             self.reference.load_state_dict(state["reference"])
         if self.guard is not None and state["guard"]:

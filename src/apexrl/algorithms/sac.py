@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl import distributed
-from apexrl.algorithms.base import BaseAlgorithm, Progress, check_types, find_device
+from apexrl.algorithms.base import BaseAlgorithm, Progress, check_source, check_types, find_device
 from apexrl.buffers import ReplayBuffer
 from apexrl.envs import as_vec_env
 from apexrl.errors import ConfigError
@@ -23,6 +23,7 @@ from apexrl.models import MLPActor, QEnsemble
 from apexrl.models.encoder import leaves
 from apexrl.optim import FlatAdam, flatten
 from apexrl.policies import Policy, SACPolicy
+from apexrl.rollout import left_alone
 from apexrl.types import ACTION, NEXT_OBSERVATION, OBSERVATION, REWARD
 
 MAX_CAPACITY = 10**12
@@ -54,7 +55,7 @@ class SACConfig:
     priority_exponent: float = 0.0
     """Draw transitions by their TD error to this power; 0 draws uniformly."""
     importance_exponent: float = 0.4
-    """Corrects for the priorities, from 0 (not) to 1 (fully)."""
+    """Corrects for the priorities at the start, from 0 (not) to 1 (fully); rises linearly to 1 over training."""
     n_step: int = 1
     """Rewards in a target before the critics take over."""
     gamma: float = 0.99
@@ -139,6 +140,7 @@ class SAC(BaseAlgorithm):
     ``SACPolicy`` on ``device``, or on CUDA when there is one.
     """
 
+    advice_without_steps = "Train for more steps than algo.learning_starts, or lower it."
     required_keys = ReplayBuffer.required_keys
     on_policy = False
     own_keys = ("replay",)
@@ -162,8 +164,12 @@ class SAC(BaseAlgorithm):
         device: torch.device | str | None = None,
         acceleration: Acceleration | None = None,
     ) -> None:
-        if (env is None) == (policy is None):
-            raise ConfigError("SAC needs either a policy (policy=...) or an environment to make one for (env=...).")
+        check_source("SAC", env, policy)
+        if not isinstance(policy, SACPolicy | None):
+            raise ConfigError(
+                f"SAC trains a SACPolicy, whose critics value actions, got {type(policy).__name__}; make one with "
+                "SACPolicy.for_env(env), or use PPO."
+            )
         self.cfg = cfg = cfg or SACConfig()
         if policy is None:
             policy = SACPolicy.for_env(
@@ -192,6 +198,8 @@ class SAC(BaseAlgorithm):
         }
         self.target_flat = flatten(policy.target_critics.parameters())
         self.replay = self._empty_replay()
+        self._final_importance = 1.0
+        """Importance exponent at the end of training."""
         self.target_entropy = -float(policy.scale.numel()) if cfg.target_entropy is None else cfg.target_entropy
         self._learns_where_it_draws = self.replay.device == here
         graphs = self.acceleration.graphs and here.type == "cuda" and self._learns_where_it_draws
@@ -236,6 +244,7 @@ class SAC(BaseAlgorithm):
         """Put one rollout ``[T, N]`` into the replay buffer and take the gradient steps that it has earned."""
         self.check_batch(rollout)
         self.replay.add(rollout)
+        num_updates = self._num_updates
         progress, actor_progress = self._progress, self._actor_progress
         progress.restart()
         actor_progress.restart()
@@ -252,17 +261,26 @@ class SAC(BaseAlgorithm):
             self.policy.eval()
         self.policy.update_normalizer(rollout[OBSERVATION], apply=progress.nonfinite == 0)
         # NaN stands for what no gradient step of this update says; the trainer leaves it out.
-        metrics = {
-            name: torch.where(part.sums[-1] > 0, mean, torch.nan)
-            for part in (progress, actor_progress)
-            for name, mean in part.means().items()
-        }
+        metrics = {**progress.means(), **actor_progress.means()}
+        loss = metrics["critic_loss"] + metrics["actor_loss"].nan_to_num(0.0)
         return {
-            "loss": metrics["critic_loss"] + metrics["actor_loss"].nan_to_num(0.0),
+            "loss": loss if self._num_updates > num_updates else self._critic_loss_now(),
             **metrics,
             "learning_rate": self.optimizers["actor"].learning_rate.clone(),
+            "updates": progress.sums[-1].clone(),
             "nonfinite": progress.nonfinite.clone(),
         }
+
+    @torch.no_grad()
+    def _critic_loss_now(self) -> Tensor:
+        """Return the loss of the critics on a batch, for an update without a gradient step; uses no random numbers."""
+        with left_alone(self.policy, seed=0):
+            batch = self.replay.sample(self.cfg.batch_size, n_step=self.cfg.n_step, gamma=self.cfg.gamma)
+            batch = {name: value.to(self.policy.device) for name, value in batch.items()}
+            target = self._target(batch, self.log_temperature.exp())
+            obs = self.policy.normalized(batch[OBSERVATION])
+            loss, _ = self._critic_loss(dict(self.policy.critics.named_parameters()), obs, batch, target)
+        return loss
 
     def _draw_and_step(self, with_actor: bool) -> None:
         batch = self.replay.sample(self.cfg.batch_size, n_step=self.cfg.n_step, gamma=self.cfg.gamma)
@@ -350,7 +368,9 @@ class SAC(BaseAlgorithm):
         return torch.autocast(device, dtype=torch.bfloat16, enabled=self.acceleration.precision == "bf16")
 
     def adjust_learning_rate(self, progress: float) -> None:
-        """Follow the linear schedule."""
+        """Follow the linear schedule, and that of the importance exponent: β = β₀ + progress (1 − β₀)."""
+        start = self.cfg.importance_exponent
+        self.replay.importance_exponent.fill_(start + min(1.0, progress) * (self._final_importance - start))
         if self.cfg.schedule == "linear":
             for optimizer in self.optimizers.values():
                 optimizer.learning_rate.fill_(self.cfg.learning_rate * max(0.0, 1.0 - progress))
@@ -362,6 +382,8 @@ class SAC(BaseAlgorithm):
             "log_temperature": self.log_temperature.detach().clone(),
             "due": self._due,
             "num_updates": self._num_updates,
+            "importance_exponent": self.replay.importance_exponent.clone(),
+            "final_importance": self._final_importance,
             "replay": self.replay.state_dict() if self.cfg.save_replay else {},
             "config": asdict(self.cfg),
         }
@@ -377,6 +399,7 @@ class SAC(BaseAlgorithm):
         with torch.no_grad():
             self.log_temperature.copy_(state["log_temperature"])
         self._due, self._num_updates = state["due"], state["num_updates"]
+        self._final_importance = state["final_importance"]
         if state["replay"]:
             if not state["replay"]["num_rows"] and len(self.replay):
                 self.replay = self._empty_replay()
@@ -394,6 +417,7 @@ class SAC(BaseAlgorithm):
                 "collected, so the run will differ from an uninterrupted one.",
                 stacklevel=2,
             )
+        self.replay.importance_exponent.copy_(state["importance_exponent"])
 
 
 def _is_nonfinite(rollout: TensorDict) -> Tensor:

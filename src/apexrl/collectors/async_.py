@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import math
 import threading
 import time
 import weakref
@@ -17,17 +19,20 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.collectors.base import BaseCollector
+from apexrl.collectors.base import BaseCollector, Collected, WarmUp
+from apexrl.collectors.rollout_generator import RolloutGenerator
+from apexrl.collectors.suite_runner import SuiteRunner
 from apexrl.collectors.sync import SyncCollector
-from apexrl.envs.base import VecEnv
+from apexrl.envs import as_vec_env
+from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.errors import ConfigError, EnvError
 from apexrl.graphs import Acceleration
-from apexrl.metrics import EpisodeMetrics, fold_episodes
+from apexrl.metrics import EpisodeMetrics
 from apexrl.policies.base import Policy
-from apexrl.types import DONE, METRIC, REWARD, Actor, Carry
+from apexrl.types import POLICY_VERSION, VALUE
 
-POLICY_VERSION = "policy_version"
-"""Key of the batch, ``[T, N, 1]`` int64: which snapshot of the weights chose each action."""
+_Inner = SyncCollector | RolloutGenerator
+
 JOIN_SECONDS = 0.8
 """How long ``close`` waits for the thread; one that hangs in its environment is left behind."""
 
@@ -47,22 +52,28 @@ class AsyncCollector(BaseCollector):
     bit. On CUDA both use the default stream, which keeps snapshots and rollouts in order; nothing is captured as a
     graph or compiled here, and the algorithm must not capture graphs while this thread runs (``graphs=False``).
 
+    On a task suite it collects what RLOO learns from, groups of whole episodes, with a ``RolloutGenerator`` in the
+    thread; where ``keep`` has ``value``, it takes steps there as anywhere else.
+
     Args:
-        env: the training environments; nobody else may use them outside ``quiet``.
+        env: the training environments, as for ``SyncCollector``; nobody else may use them outside ``quiet``.
         policy: its weights are published; the thread has a copy.
         device: where the batch is handed over; the policy's device when not given.
-        keep: keys of the batch besides ``policy_version``; None keeps everything that on-policy learning can use.
+        keep: keys of the batch besides ``policy_version``; None keeps everything that learning can use.
         seed: of the first reset.
         max_staleness: how many versions old a rollout may be; 0 collects only while ``collect`` waits.
         queue_size: rollouts that may wait to be handed out; the thread pauses when there are that many. As many as may
             be stale, at least one, when not given.
         step_timeout: seconds without the end of an environment step after which ``collect`` raises.
         acceleration: as for ``SyncCollector``; graphs and compilation are left out.
+        generator: collects groups of episodes in ``env``; for a suite one with its defaults when not given. It acts
+            with the thread's copy of the policy from here on. Its simulators have time limits of their own:
+            ``step_timeout`` is not read.
     """
 
     def __init__(
         self,
-        env: VecEnv,
+        env: Any,
         policy: Policy,
         device: torch.device | str | None = None,
         *,
@@ -72,6 +83,7 @@ class AsyncCollector(BaseCollector):
         queue_size: int | None = None,
         step_timeout: float = 60.0,
         acceleration: Acceleration | None = None,
+        generator: RolloutGenerator | None = None,
     ) -> None:
         queue_size = max(1, max_staleness) if queue_size is None else queue_size
         for name, value, least in (("max_staleness", max_staleness, 0), ("queue_size", queue_size, 1)):
@@ -79,16 +91,35 @@ class AsyncCollector(BaseCollector):
                 raise ConfigError(f"{name} must be at least {least}, got {value}.")
         if step_timeout <= 0:
             raise ConfigError(f"step_timeout must be positive, got {step_timeout}.")
-        self.env, self.policy, self.max_staleness = env, policy, max_staleness
-        eager = replace(acceleration or Acceleration(), graphs=False, compile=False)
-        self._inner = SyncCollector(env, copy.deepcopy(policy).eval(), device, keep=keep, seed=seed, acceleration=eager)
+        self.env, self.policy, self.max_staleness = as_vec_env(env), policy, max_staleness
+        acting = copy.deepcopy(policy).eval()
+        wants_steps = keep is not None and VALUE in keep
+        if generator is None and isinstance(self.env, SuiteVecEnv) and not wants_steps:
+            generator = RolloutGenerator(SuiteRunner(self.env, acting), keep=keep, seed=seed or 0)
+        if generator is None:
+            eager = replace(acceleration or Acceleration(), graphs=False, compile=False)
+            self._inner: _Inner = SyncCollector(self.env, acting, device, keep=keep, seed=seed, acceleration=eager)
+        elif generator.env is not self.env:
+            raise ConfigError("AsyncCollector needs one environment: generator.env is another object than env.")
+        else:
+            generator.follow(acting)
+            self._inner, step_timeout = generator, math.inf
+        self._device = None if device is None else torch.device(device)
         self.episode_metrics = self._inner.episode_metrics
         self._thread = _CollectingThread(self._inner, max_staleness, queue_size, step_timeout)
+        self.on_message: Callable[[str], None] = logging.getLogger("apexrl").info
+        """Told what a generator has to say about a batch, as it is handed out."""
+        if generator is not None:
+            self.on_message = generator.on_message
+            generator.on_message = self._thread.messages.append
         # The thread does not know this object, so a collector that nobody holds any more ends its thread.
         self._stop = weakref.finalize(self, self._thread.stop)
         self._num_taken = self._age_sum = 0
         """Of the rollouts handed out since ``metrics``."""
         self._dropped = 0
+        self._warm_up = WarmUp()
+        self._last: tuple[int, dict[str, float]] = (0, {})
+        """Environment steps of what was handed out last, and numbers about its collection."""
 
     @property
     def seed(self) -> int | None:
@@ -102,14 +133,15 @@ class AsyncCollector(BaseCollector):
     def collect(self, n_steps: int, reset: bool = False) -> TensorDict:
         """Publish the weights and return the next rollout ``[n_steps, N]``; waits for it where it is not ready.
 
-        Another ``n_steps`` than before, or ``reset``, drops what was collected ahead.
+        Another ``n_steps`` than before, ``reset``, or a normaliser that has seen its first observations since then,
+        drops what was collected ahead.
 
         Raises:
             EnvError: when the environment hangs, or the collector is closed.
             Exception: what the thread raised, with its traceback; also at every later call.
         """
         thread = self._thread
-        if reset or thread.n_steps not in (None, n_steps):
+        if self._warm_up.ends(self.policy) or reset or thread.n_steps not in (None, n_steps):
             self._drop_all(new_episodes=reset)
         thread.publish(n_steps, {name: value.detach().clone() for name, value in self.policy.state_dict().items()})
         while True:
@@ -121,7 +153,12 @@ class AsyncCollector(BaseCollector):
             self._dropped += 1
         self._num_taken += 1
         self._age_sum += age
-        return rollout.batch.to(self._inner.device)
+        self._last = rollout.found.num_steps, rollout.found.metrics
+        return rollout.found.batch.to(self._device or self._inner.device)
+
+    def steps_in(self, batch: TensorDict) -> int:
+        """Environment steps taken for the last batch, also those of episodes that are not in it."""
+        return self._last[0]
 
     def metrics(self) -> dict[str, float]:
         """Return how the two sides keep pace.
@@ -132,7 +169,7 @@ class AsyncCollector(BaseCollector):
         """
         with self._thread.changed:
             queue = float(len(self._thread.ready))
-        numbers = {"collect/queue": queue, "collect/dropped": float(self._dropped)}
+        numbers = {"collect/queue": queue, "collect/dropped": float(self._dropped), **self._last[1]}
         if self._num_taken:
             numbers["collect/staleness"] = self._age_sum / self._num_taken
             self._num_taken = self._age_sum = 0
@@ -153,14 +190,15 @@ class AsyncCollector(BaseCollector):
         if policy is not self.policy:
             with self.quiet():
                 self._drop_all(new_episodes=False)
-                self.policy = policy
+                self.policy, self._warm_up = policy, WarmUp()
                 self._inner.follow(copy.deepcopy(policy).eval())
                 self._thread.watch()
 
     def restart(self, seed: int) -> None:
         """Forget what was collected ahead; the next call of ``collect`` starts new episodes from a seed."""
-        self._drop_all(new_episodes=True)
-        self.seed = seed
+        with self.quiet():
+            self._drop_all(new_episodes=False)
+            self._inner.restart(seed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return carry, episode statistics and version, as they are when the running rollout has ended.
@@ -186,6 +224,7 @@ class AsyncCollector(BaseCollector):
     def close(self) -> None:
         """End the thread, also in the middle of a rollout, and return within a second."""
         self._stop()
+        self._inner.close()
 
     def _drop_all(self, *, new_episodes: bool) -> None:
         """Drop what was collected ahead; the thread waits for the next ``collect``."""
@@ -193,20 +232,21 @@ class AsyncCollector(BaseCollector):
             for rollout in self._thread.empty():
                 self._fold(rollout, self.episode_metrics)
                 self._dropped += 1
-            if new_episodes:
+            if new_episodes and isinstance(self._inner, SyncCollector):
                 self._inner.forget()
 
     def _fold(self, rollout: _Rollout, episodes: EpisodeMetrics) -> None:
-        fold_episodes(rollout.outcomes, self.env.metric_specs, episodes)
+        self._inner.fold(rollout.found.outcomes, episodes)
+        if episodes is self.episode_metrics:
+            for message in rollout.messages:
+                self.on_message(message)
 
 
 @dataclass(frozen=True)
 class _Rollout:
     version: int
-    batch: TensorDict
-    """``[T, N]``, with values, on the policy's device."""
-    outcomes: TensorDict
-    """What episode statistics are made of, on the environment's device."""
+    found: Collected
+    messages: tuple[str, ...]
 
 
 class _StopError(Exception):
@@ -219,8 +259,10 @@ class _CollectingThread:
     The lock guards every attribute but the sign of life, which a step writes; no work is done under it.
     """
 
-    def __init__(self, collector: SyncCollector, max_staleness: int, queue_size: int, step_timeout: float) -> None:
+    def __init__(self, collector: _Inner, max_staleness: int, queue_size: int, step_timeout: float) -> None:
         self.collector = collector
+        self.messages: list[str] = []
+        """Of the rollout that is being collected."""
         self.max_staleness, self.queue_size, self.step_timeout = max_staleness, queue_size, step_timeout
         self.watch()
         self.changed = threading.Condition()
@@ -321,7 +363,7 @@ class _CollectingThread:
         try:
             while not happened():
                 patience = None
-                if self.rolling:
+                if self.rolling and not math.isinf(self.step_timeout):
                     silence = time.monotonic() - self.last_sign_of_life
                     patience = self.step_timeout - silence
                     if patience <= 0:
@@ -390,24 +432,18 @@ class _CollectingThread:
     def _collect(self, n_steps: int, version: int, weights: Mapping[str, Tensor]) -> _Rollout:
         collector = self.collector
         collector.policy.load_state_dict(weights)
-        if collector.carry is None:
-            collector.start()
-            self.last_sign_of_life = time.monotonic()
-        batch = collector.take_steps(n_steps)
-        self.last_sign_of_life = time.monotonic()
-        outcomes = batch.select(REWARD, DONE, METRIC, strict=False)
-        batch = collector.with_values(batch)
+        self.messages.clear()
+        found = collector.collect_apart(n_steps)
+        batch = found.batch
         batch[POLICY_VERSION] = torch.full((*batch.shape, 1), version, dtype=torch.long, device=batch.device)
-        return _Rollout(version, batch, outcomes)
+        return _Rollout(version, found, tuple(self.messages))
 
     def watch(self) -> None:
-        """Let the collector's actor notice the end of every step, and leave the rollout when the thread is to stop."""
-        actor: Actor = self.collector.actor
+        """Notice the end of every step, and leave the rollout when the thread is to stop."""
 
-        def act(carry: Carry) -> dict[str, Tensor]:
+        def check() -> None:
             self.last_sign_of_life = time.monotonic()
             if self.stopped:
                 raise _StopError
-            return actor(carry)
 
-        self.collector.actor = act
+        self.collector.watch(check)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from functools import cached_property
+from typing import Any, NamedTuple, Self
 
 from tensordict import TensorDict
 
@@ -13,17 +14,37 @@ from apexrl.metrics import EpisodeMetrics
 from apexrl.policies.base import Policy
 
 
+class Collected(NamedTuple):
+    """What a collector that works in the background hands over."""
+
+    batch: TensorDict
+    """On the policy's device."""
+    outcomes: list[TensorDict]
+    """What episode statistics are made of, on the environment's device."""
+    num_steps: int
+    """Environment steps that the batch stands for."""
+    metrics: dict[str, float]
+    """Numbers about this batch's collection."""
+
+
 class BaseCollector(ABC):
     """Collects batches ``[T, N]`` with the current policy. A new collector implements ``collect``."""
 
     seed: int | None = None
     """Of the next reset."""
-    episode_metrics: EpisodeMetrics
-    """Episodes that ended while collecting, and the running ones."""
+
+    @cached_property
+    def episode_metrics(self) -> EpisodeMetrics:
+        """Episodes that ended while collecting, and the running ones; stays empty where ``collect`` adds none."""
+        return EpisodeMetrics()
 
     @abstractmethod
     def collect(self, n_steps: int, reset: bool = False) -> TensorDict:
         """Take ``n_steps`` in every environment; ``reset`` starts new episodes first and cuts the running ones."""
+
+    def collect_for_normalizer(self, n_steps: int) -> TensorDict:
+        """Collect what a new normaliser sees before anything is learned; nobody learns from it."""
+        return self.collect(n_steps)
 
     def steps_in(self, batch: TensorDict) -> int:
         """Return how many environment steps a batch of ``collect`` stands for."""
@@ -62,3 +83,19 @@ class BaseCollector(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class WarmUp:
+    """The time until the policy's normaliser has seen observations, for collectors that run ahead.
+
+    What was collected before then is of no use to a policy that no longer sees observations as they are.
+    """
+
+    def __init__(self) -> None:
+        self.lasts = True
+
+    def ends(self, policy: Policy) -> bool:
+        """Say, at one call, that the time is over."""
+        before = self.lasts
+        self.lasts = before and policy.has_new_normalizer  # which is read from the device, but not any more afterwards
+        return before and not self.lasts

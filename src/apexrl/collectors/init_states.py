@@ -7,13 +7,15 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.utils.data import Dataset, _utils
 
 from apexrl import files
-from apexrl.envs.suites.base import Split, TaskSuite
+from apexrl.envs.suites.base import Split, TaskSuite, own_split
 from apexrl.errors import ConfigError, RunDirError
 
 HISTORY_LENGTH = 100
@@ -27,16 +29,33 @@ class InitSample(TypedDict):
     init_state: NDArray[np.float64]
 
 
+class _Sample(dict[str, Any]):
+    """A sample that PyTorch's ``DataLoader`` can put into a batch with others, whose states may have other lengths."""
+
+
+def _collate(samples: Sequence[InitSample], **_: Any) -> dict[str, Any]:
+    """Return ``task_id [B]`` and ``init_state [B, D]``, or a list of states where their lengths differ."""
+    states = [torch.tensor(sample["init_state"]) for sample in samples]
+    same = len({len(state) for state in states}) == 1
+    return {
+        "task_id": torch.tensor([sample["task_id"] for sample in samples]),
+        "init_state": torch.stack(states) if same else states,
+    }
+
+
+_utils.collate.default_collate_fn_map[_Sample] = _collate
+
+
 def hash_init_state(init_state: NDArray[np.float64]) -> str:
     """Name a state by the sha256 of its float64 bytes, without padding."""
     return hashlib.sha256(np.ascontiguousarray(init_state, np.float64).tobytes()).hexdigest()
 
 
-class InitStateDataset:
+class InitStateDataset(Dataset[InitSample]):
     """The init states of one split of a suite, task after task; those of a task are loaded when first asked for."""
 
     def __init__(self, suite: TaskSuite, split: Split = "train") -> None:
-        self.suite, self.split = suite, split
+        self.suite, self.split = suite, own_split(split)
         self._states: dict[int, list[NDArray[np.float64]]] = {}
 
     def states(self, task_id: int) -> list[NDArray[np.float64]]:
@@ -63,7 +82,7 @@ class InitStateDataset:
         for task_id in range(self.suite.num_tasks) if rest >= 0 else ():
             states = self.states(task_id)
             if rest < len(states):
-                return InitSample(task_id=task_id, init_state=states[rest])
+                return cast("InitSample", _Sample(task_id=task_id, init_state=states[rest]))
             rest -= len(states)
         raise IndexError(f"init state {index} of {len(self)}")
 
@@ -104,7 +123,7 @@ class InitStateSampler(Iterator[InitSample]):
         self.num_drawn = int(state["num_drawn"])
 
 
-def endless(loader: Iterable[InitSample | Sequence[InitSample]]) -> Iterator[InitSample]:
+def endless(loader: Iterable[Any]) -> Iterator[InitSample]:
     """Draw from a loader of samples, of lists of them or of collated ones, again from its start where it ends."""
     while True:
         num_samples = 0

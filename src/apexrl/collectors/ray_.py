@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from apexrl.collectors.async_ import POLICY_VERSION
-from apexrl.collectors.base import BaseCollector
+from apexrl.collectors.base import BaseCollector, WarmUp
 from apexrl.collectors.ray_session import (
     Arrays,
     Weights,
@@ -32,7 +31,8 @@ from apexrl.envs.base import VecEnv
 from apexrl.errors import ConfigError
 from apexrl.metrics import EpisodeMetrics, MetricSpec, aggregate_metrics, fold_episodes
 from apexrl.policies.base import Policy
-from apexrl.types import DONE, NEXT_OBSERVATION, REWARD, VALUE
+from apexrl.seeding import ENV, POLICY, spawn_seed
+from apexrl.types import DONE, NEXT_OBSERVATION, POLICY_VERSION, REWARD, VALUE
 
 LOSS = "the rollout it was collecting is lost, and a new worker starts new episodes in its place."
 
@@ -103,6 +103,7 @@ class RayCollector(BaseCollector):
         self._num_taken, self._age_sum, self._seconds_sum = 0, 0, 0.0
         """Of the rollouts handed out since ``metrics``."""
         self._failure: BaseException | None = None
+        self._warm_up = WarmUp()
         self._told_of_state = False
         self._places = [_Place(index) for index in range(num_workers)]
         try:
@@ -131,14 +132,21 @@ class RayCollector(BaseCollector):
     def collect(self, n_steps: int, reset: bool = False) -> TensorDict:
         """Publish the weights and return a rollout ``[n_steps, N]`` of all workers; waits for it.
 
-        Another ``n_steps`` than before, or ``reset``, drops what was ordered ahead.
+        Another ``n_steps`` than before, ``reset``, or a normaliser that has seen its first observations since then,
+        drops what was ordered ahead.
 
         Raises:
             EnvError: when workers die again and again, or the collector is closed.
             Exception: what an environment or the policy raised in a worker; also at every later call.
         """
         self._raise_if_over()
-        if reset or n_steps != self._n_steps or self._version - self._oldest_order() >= self.max_staleness:
+        warm_up_ends = self._warm_up.ends(self.policy)
+        if (
+            warm_up_ends
+            or reset
+            or n_steps != self._n_steps
+            or self._version - self._oldest_order() >= self.max_staleness
+        ):
             self._drop_all()
         if reset:
             self._start_over()
@@ -179,7 +187,7 @@ class RayCollector(BaseCollector):
         if policy is not self.policy:
             self._raise_if_over()
             self._drop_all()
-            self.policy = policy
+            self.policy, self._warm_up = policy, WarmUp()
             factory, _, keep = self._workers.arguments
             sent = self._put(portable(policy), "policy")
             self._workers.arguments = factory, sent, keep
@@ -230,7 +238,6 @@ class RayCollector(BaseCollector):
         if len({description.num_envs for description in found}) > 1:
             raise ConfigError(f"make_env must always make the same number, got {[d.num_envs for d in found]}.")
         self._envs_per_worker: int = found[0].num_envs
-        self.metric_specs: Mapping[str, MetricSpec] = found[0].metric_specs
         if not found[0].gives_final_obs:
             warnings.warn(
                 f"{found[0].name} hides the last state of an episode; values at time limits use the last visible one.",
@@ -253,7 +260,7 @@ class RayCollector(BaseCollector):
         seed = None
         if place.starts_over:
             assert self.seed is not None
-            seed = _worker_seed(self.seed, place.index, place.num_starts)
+            seed = spawn_seed(self.seed, place.index, place.num_starts)
             place.starts_over = False
             place.num_starts += 1
         ref = self._workers.actors[place.index].collect.remote(self._n_steps, self._version, self._weights, seed)
@@ -303,7 +310,9 @@ class RayCollector(BaseCollector):
         batch = join([rollout.arrays for rollout in rollouts])
         versions = torch.tensor([rollout.version for rollout in rollouts]).repeat_interleave(self._envs_per_worker)
         batch[POLICY_VERSION] = versions.view(1, -1, 1).repeat(batch.shape[0], 1, 1)
-        fold_episodes(batch, self.metric_specs, self.episode_metrics)
+        # Workers find metrics at different times.
+        specs = {name: spec for rollout in rollouts for name, spec in rollout.metric_specs.items()}
+        fold_episodes(batch, specs, self.episode_metrics)
         return batch
 
     def _cut(self, columns: slice) -> None:
@@ -312,9 +321,9 @@ class RayCollector(BaseCollector):
             return
         step = torch.zeros(1, columns.stop - columns.start, 1)
         storage = {REWARD: step, DONE: torch.ones_like(step, dtype=torch.bool)}
-        storage.update({name: torch.full_like(step, torch.nan) for name in self.metric_specs})
-        fresh = EpisodeMetrics()
-        aggregate_metrics(storage, self.metric_specs, fresh)
+        specs, fresh = self.episode_metrics.specs, EpisodeMetrics()
+        storage.update({name: torch.full_like(step, torch.nan) for name in specs})
+        aggregate_metrics(storage, specs, fresh)
         for name, value in self.episode_metrics.unfinished.items():
             value[columns] = fresh.unfinished[name]
 
@@ -340,7 +349,6 @@ class _Place:
 class _Description(NamedTuple):
     name: str
     num_envs: int
-    metric_specs: dict[str, MetricSpec]
     gives_final_obs: bool
 
 
@@ -348,6 +356,7 @@ class _Rollout(NamedTuple):
     version: int
     seconds: float
     arrays: Arrays
+    metric_specs: dict[str, MetricSpec]
 
 
 class _Worker:
@@ -369,7 +378,7 @@ class _Worker:
 
     def describe(self) -> _Description:
         env = self.collector.env
-        return _Description(type(env).__name__, env.num_envs, dict(env.metric_specs), env.gives_final_obs)
+        return _Description(type(env).__name__, env.num_envs, env.gives_final_obs)
 
     def follow(self, policy: Policy) -> None:
         self.policy = copy.deepcopy(policy)
@@ -379,12 +388,8 @@ class _Worker:
         collector, begin = self.collector, time.perf_counter()
         load_weights(self.policy, weights)
         if seed is not None:
-            seed_everything(seed)
-            collector.restart(seed)
+            seed_everything(spawn_seed(seed, POLICY))
+            collector.restart(spawn_seed(seed, ENV))
             collector.start()
         batch = collector.take_steps(n_steps)
-        return _Rollout(version, time.perf_counter() - begin, pack(batch))
-
-
-def _worker_seed(seed: int, index: int, num_starts: int) -> int:
-    return int(np.random.SeedSequence([seed, index, num_starts]).generate_state(1)[0]) % 2**31
+        return _Rollout(version, time.perf_counter() - begin, pack(batch), dict(collector.env.metric_specs))

@@ -42,6 +42,7 @@ class RaySuiteRunner(SuiteRunner):
         rollout_timeout: seconds that a worker may take for its episodes of one call before it is replaced.
         worker_options: what Ray should know of an actor, such as ``num_cpus`` (1 when not given) or ``num_gpus``.
         on_message: told which workers die; the log when not given.
+        random_init: as for ``SuiteRunner``; the states are drawn here.
 
     Raises:
         ConfigError: when Ray is not installed or not there, or an option is impossible.
@@ -57,6 +58,7 @@ class RaySuiteRunner(SuiteRunner):
         rollout_timeout: float = 3600.0,
         worker_options: Mapping[str, Any] | None = None,
         on_message: Callable[[str], None] | None = None,
+        random_init: bool = False,
     ) -> None:
         self._workers = RayWorkers(
             _SuiteWorker,
@@ -67,7 +69,7 @@ class RaySuiteRunner(SuiteRunner):
             owner="RaySuiteRunner",
         )
         try:
-            super().__init__(make_env(), policy)
+            super().__init__(make_env(), policy, random_init=random_init)
             self.on_message = on_message or self.on_message
             factory = self._workers.ray.put(make_env, "make_env")
             self._sent = policy
@@ -104,6 +106,7 @@ class RaySuiteRunner(SuiteRunner):
         keep: Collection[str] | None = None,
         deterministic: bool = False,
         env: SuiteVecEnv | None = None,
+        max_steps: int | None = None,
     ) -> TensorDict:
         """Run every episode to its end, as ``SuiteRunner`` does; with other environments, in those and here.
 
@@ -111,7 +114,7 @@ class RaySuiteRunner(SuiteRunner):
             EnvError: when workers die again and again.
         """
         if env is not None and env is not self.env:
-            return super().run_episodes(episodes, keep=keep, deterministic=deterministic, env=env)
+            return super().run_episodes(episodes, keep=keep, deterministic=deterministic, env=env, max_steps=max_steps)
         workers = self._workers
         workers.require_open()
         workers.on_message = self.on_message
@@ -126,7 +129,7 @@ class RaySuiteRunner(SuiteRunner):
         for index in range(min(size, len(episodes))):
             seed = int(torch.randint(2**31 - 1, ()))
             part = list(episodes[index::size])
-            calls.append((part, None if keep is None else frozenset(keep), deterministic, weights, seed))
+            calls.append((part, None if keep is None else frozenset(keep), deterministic, max_steps, weights, seed))
 
         def order(index: int) -> Any:
             return workers.actors[index].run.remote(*calls[index])
@@ -137,6 +140,11 @@ class RaySuiteRunner(SuiteRunner):
         self._created += sum(part.created for part in parts)
         self._seconds_creating += sum(part.seconds_creating for part in parts)
         return self._join([part.arrays for part in parts], len(episodes)).to(self.env.device)
+
+    def release_envs(self) -> None:
+        """Close the simulators of the workers, which stay."""
+        for actor in self._workers.actors:
+            actor.release_envs.remote()
 
     def close(self) -> None:
         """End the workers."""
@@ -184,11 +192,15 @@ class _SuiteWorker:
     def follow(self, policy: Policy) -> None:
         self.policy = self.runner.policy = copy.deepcopy(policy)
 
+    def release_envs(self) -> None:
+        self.runner.release_envs()
+
     def run(
         self,
         episodes: list[InitState],
         keep: Collection[str] | None,
         deterministic: bool,
+        max_steps: int | None,
         weights: Weights,
         seed: int,
     ) -> _Episodes:
@@ -196,5 +208,5 @@ class _SuiteWorker:
         before = runner.created, runner.seconds_creating
         load_weights(self.policy, weights)
         seed_everything(seed)
-        arrays = pack(runner.run_episodes(episodes, keep=keep, deterministic=deterministic))
+        arrays = pack(runner.run_episodes(episodes, keep=keep, deterministic=deterministic, max_steps=max_steps))
         return _Episodes(arrays, runner.created - before[0], runner.seconds_creating - before[1])

@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from apexrl.collectors.base import BaseCollector
+from apexrl.collectors.base import BaseCollector, Collected
 from apexrl.collectors.init_states import (
-    InitSample,
     InitStateDataset,
     InitStateSampler,
     RolloutStats,
@@ -38,7 +37,7 @@ from apexrl.envs.suites.base import InitState
 from apexrl.errors import ConfigError, EnvError
 from apexrl.metrics import EpisodeMetrics, fold_episodes
 from apexrl.policies.base import Policy
-from apexrl.types import GROUP, METRIC, REWARD, SAMPLED_SUCCESS, VALID
+from apexrl.types import DONE, GROUP, METRIC, OBSERVATION, PRE_TANH, REWARD, SAMPLED_SUCCESS, VALID
 
 BOOKKEEPING = ("task_id", EPISODE_ID, LOST)
 """Metrics of the environments that say nothing about how good an episode was."""
@@ -77,22 +76,28 @@ class RolloutGenerator(BaseCollector):
     other states are drawn in its place; a state whose last ``rollouts_per_env`` outcomes are all successes is skipped,
     where statistics are kept. After ``max_attempts`` the batch is what was found by then, but never nothing.
 
+    Where the runner has ``random_init``, a sample says the task alone: each group starts from a state drawn at random,
+    which never comes again, so that no statistics are kept.
+
     Args:
         env_runner: the environments and the policy.
         rollouts_per_env: episodes of a group, at least 2.
         num_envs: groups wanted in a batch.
-        max_steps: control steps of an episode; must be what the environments have, where it is given.
-        agent_gpus: at most one GPU, where the batch is handed over; the policy's device when there is none.
-        init_state_dataloader: gives samples, or lists of samples, again from its start where it ends; only an
-            ``InitStateSampler``, which is made when none is given, goes on exactly in a resumed run.
+        max_steps: control steps after which an episode is truncated; those of the environments when not given.
+        agent_gpus: at most one GPU, where the batch is handed over; the policy's device when not given, or where the
+            machine has none.
+        init_state_dataloader: gives samples, or batches of samples, again from its start where it ends, such as
+            PyTorch's ``DataLoader(init_state_dataset, shuffle=True)``; only an ``InitStateSampler``, which is created
+            when none is given, continues exactly in a resumed run.
         init_state_dataset: what there is to draw; the training split of the suite when not given.
         enable_dynamic_sampling: drop groups without a gradient, skip mastered states.
         rollout_skip_threshold: a state that was skipped more often than this is forgotten and tested again.
         enable_rollout_stats_tracking: remember the outcomes of each init state.
         rollout_stats_path: the JSON file with them, continued over runs; None keeps them in memory.
         use_val_init: draw from the validation split instead, to debug.
+        reuse_envs: keep the simulators for the next batch; otherwise every batch creates its own.
         keep: keys of the batch besides the outcomes; None keeps everything that the policy returned.
-        seed: of the order in which init states are drawn, where no loader is given.
+        seed: of random init states, and of the order of the others where no loader is given.
         oversample: groups run for each one still missing, when some may be dropped.
         max_attempts: times that groups are run for one batch.
         max_groups: groups that a batch may have when more than wanted turn out useful; ``num_envs`` when not given.
@@ -106,7 +111,7 @@ class RolloutGenerator(BaseCollector):
         num_envs: int = 8,
         max_steps: int | None = None,
         agent_gpus: Sequence[int] = (),
-        init_state_dataloader: Iterable[InitSample | Sequence[InitSample]] | None = None,
+        init_state_dataloader: Iterable[Any] | None = None,
         init_state_dataset: InitStateDataset | None = None,
         enable_dynamic_sampling: bool = False,
         rollout_skip_threshold: int = 3,
@@ -114,6 +119,7 @@ class RolloutGenerator(BaseCollector):
         rollout_stats_path: Path | str | None = None,
         use_val_init: bool = False,
         *,
+        reuse_envs: bool = True,
         keep: Collection[str] | None = None,
         seed: int = 0,
         oversample: float = 1.5,
@@ -127,13 +133,10 @@ class RolloutGenerator(BaseCollector):
             ("algo.max_attempts", max_attempts, 1),
             ("algo.oversample", oversample, 1),
             ("max_groups", max_groups or num_envs, num_envs),
+            ("max_steps", 1 if max_steps is None else max_steps, 1),
         )
-        if max_steps is not None and max_steps != env_runner.env.horizon:
-            raise ConfigError(
-                f"max_steps is {max_steps}, but the environments end an episode after {env_runner.env.horizon} "
-                "control steps. Make them with the same max_steps."
-            )
         self.env_runner, self.env = env_runner, env_runner.env
+        self.max_steps, self.reuse_envs = max_steps, reuse_envs
         self.rollouts_per_env, self.num_envs = rollouts_per_env, num_envs
         self.enable_dynamic_sampling = enable_dynamic_sampling
         self.oversample = oversample if enable_dynamic_sampling else 1.0
@@ -144,21 +147,26 @@ class RolloutGenerator(BaseCollector):
             self.on_message = on_message
         self.stats = (
             RolloutStats(rollout_stats_path, skip_threshold=rollout_skip_threshold)
-            if enable_rollout_stats_tracking
+            if enable_rollout_stats_tracking and not env_runner.random_init
             else None
         )
         self.episode_metrics = EpisodeMetrics()
         self.created_envs: dict[int, CreatedEnv] = {}
         """Task number -> its environments, for every task that has run."""
+        if use_val_init and env_runner.random_init:
+            raise ConfigError("algo.use_val_init needs task.random_init false: random init states are of no split.")
         if use_val_init or init_state_dataset is None:
             init_state_dataset = InitStateDataset(env_runner.suite, "val" if use_val_init else "train")
             init_state_dataloader = None if use_val_init else init_state_dataloader
         self.init_state_dataset = init_state_dataset
         self.init_state_dataloader = init_state_dataloader or InitStateSampler(init_state_dataset, seed)
         self._samples = endless(self.init_state_dataloader)
+        self._random = [seed % 2**63, 0]
+        """Seed of the next random init state, and how many were drawn."""
         self._device = _gpu(agent_gpus)
         self._counts: Counter[str] = Counter()
         self._seconds = self._seconds_creating = 0.0
+        self._outcomes: list[TensorDict] = []
         self._origins: list[tuple[_Draw, bool]] = []
         """Of each column: where it started, and whether it succeeded."""
         self._skipped: dict[str, _Draw] = {}
@@ -189,6 +197,30 @@ class RolloutGenerator(BaseCollector):
         Raises:
             EnvError: when the environments lose every episode.
         """
+        found = self.collect_apart()
+        self.fold(found.outcomes, self.episode_metrics)
+        return found.batch
+
+    def collect_apart(self, n_steps: int = 0) -> Collected:
+        """Collect as ``collect`` does, but leave the episode statistics to ``fold``."""
+        self._outcomes = []
+        batch = self._collect()
+        return Collected(batch, self._outcomes, self.steps_in(batch), self.metrics())
+
+    def fold(self, outcomes: Sequence[TensorDict], episodes: EpisodeMetrics) -> None:
+        """Count the episodes of what ``collect_apart`` gave, and the success of each task."""
+        specs = {name: spec for name, spec in self.env.metric_specs.items() if name not in BOOKKEEPING}
+        for batch in outcomes:
+            fold_episodes(batch, specs, episodes)
+            episodes.restart()  # what follows an episode here is padding
+            task = batch[METRIC, "task_id"][0, :, 0].long()
+            episodes.add_task_success(successful_episodes(batch), task, self.env.task_names)
+
+    def watch(self, check: Callable[[], None]) -> None:
+        """Call ``check`` before every step; what it raises ends the collection."""
+        self.env_runner.on_step = check
+
+    def _collect(self) -> TensorDict:
         self.policy.eval()
         before = time.perf_counter(), self.env_runner.created, self.env_runner.seconds_creating
         counts = self._counts = Counter()
@@ -215,12 +247,27 @@ class RolloutGenerator(BaseCollector):
         counts["envs_created"] = self.env_runner.created - before[1]
         counts["envs_reused"] = max(0, counts["episodes"] - counts["envs_created"])
         self._tell_outcome(len(groups), is_mixed=bool(mixed))
+        if not self.reuse_envs:
+            self.created_envs.clear()
+            self.env_runner.release_envs()
         batch = join_groups([group.steps for group in groups]).to(self.device)
         # Dropped groups too, and mastered states as what they last were: without them, a policy that masters the easy
         # states would seem to get worse. The same number everywhere, for those who watch over the policy.
         mastered = self.rollouts_per_env * len(self._skipped)
         rate = (sum(outcomes) + mastered) / (len(outcomes) + mastered)
         batch[SAMPLED_SUCCESS] = torch.full((), rate, device=self.device).expand(*batch.shape, 1)
+        return batch
+
+    def collect_for_normalizer(self, n_steps: int = 0) -> TensorDict:
+        """Run one episode in every environment, where ``collect`` would run many for each state of a batch.
+
+        The outcomes count nowhere.
+        """
+        self.policy.eval()
+        samples = [next(self._samples) for _ in range(self.env.num_envs)]
+        starts = [InitState(int(sample["task_id"]), sample["init_state"]) for sample in samples]
+        batch = self.env_runner.run_episodes(starts, keep=(OBSERVATION,), max_steps=self.max_steps)
+        self._counts = Counter(control_steps=int(batch[METRIC, CONTROL_STEPS].sum()))
         return batch
 
     def generate_rollouts(self) -> list[dict[str, Any]]:
@@ -275,6 +322,7 @@ class RolloutGenerator(BaseCollector):
 
     def restart(self, seed: int) -> None:
         """Draw init states in another order from here on."""
+        self._random = [seed % 2**63, 0]
         if isinstance(self.init_state_dataloader, InitStateSampler):
             self.init_state_dataloader.restart(seed)
 
@@ -293,6 +341,7 @@ class RolloutGenerator(BaseCollector):
         loader = self.init_state_dataloader
         return {
             "sampler": loader.state_dict() if isinstance(loader, InitStateSampler) else {},
+            "random": list(self._random),
             "rollout_stats": {} if self.stats is None else self.stats.state_dict(),
             "episode_metrics": self.episode_metrics.state_dict(),
         }
@@ -301,6 +350,7 @@ class RolloutGenerator(BaseCollector):
         """Continue from ``state_dict``: statistics that a later part of the run had written are forgotten."""
         if isinstance(self.init_state_dataloader, InitStateSampler) and state["sampler"]:
             self.init_state_dataloader.load_state_dict(state["sampler"])
+        self._random = list(state.get("random", self._random))
         if self.stats is not None:
             self.stats.load_state_dict(state["rollout_stats"])
         self.episode_metrics.load_state_dict(state["episode_metrics"], self.env.device)
@@ -318,7 +368,11 @@ class RolloutGenerator(BaseCollector):
         while len(chosen) < count and (num_drawn < count or num_drawn < len(self.init_state_dataset)):
             num_drawn += 1
             sample = next(self._samples)
-            draw = _Draw(int(sample["task_id"]), sample["init_state"], hash_init_state(sample["init_state"]))
+            task_id, state = int(sample["task_id"]), sample["init_state"]
+            if self.env_runner.random_init:
+                state = self.env_runner.suite.random_init_state(task_id, self._random)
+                self._random[1] += 1
+            draw = _Draw(task_id, state, hash_init_state(state))
             is_mastered = skips and self._is_mastered(draw)
             (mastered if is_mastered else chosen).append(draw)
         self._skip(mastered)
@@ -349,10 +403,12 @@ class RolloutGenerator(BaseCollector):
             self.created_envs[task_id] = self.env_runner.create_parallel_envs(names[task_id])
         size = self.rollouts_per_env
         starts = [InitState(draw.task_id, draw.init_state) for draw in draws for _ in range(size)]
-        keep = None if self.keep is None else {*self.keep, *self.policy.initial_state(1)}
-        batch = self.env_runner.run_episodes(starts, keep=keep)
+        own = {*self.policy.initial_state(1), *self.policy.extra_keys, PRE_TANH}
+        keep = None if self.keep is None else own.union(self.keep)
+        batch = self.env_runner.run_episodes(starts, keep=keep, max_steps=self.max_steps)
         lost = lost_episodes(batch)
-        self._fold(batch[:, ~lost])
+        if not lost.all():
+            self._outcomes.append(batch[:, ~lost].select(REWARD, DONE, METRIC))
         self._count_episodes(batch, int(lost.sum()))
         successes, is_lost = successful_episodes(batch).tolist(), lost.tolist()
         groups = []
@@ -369,12 +425,6 @@ class RolloutGenerator(BaseCollector):
             self.stats.write()
         self._tell_dropped(groups)
         return groups
-
-    def _fold(self, batch: TensorDict) -> None:
-        specs = {name: spec for name, spec in self.env.metric_specs.items() if name not in BOOKKEEPING}
-        if batch.shape[1]:
-            fold_episodes(batch, specs, self.episode_metrics)
-            self.episode_metrics.restart()  # what follows an episode here is padding
 
     def _count_episodes(self, batch: TensorDict, num_lost: int) -> None:
         self._counts["episodes"] += batch.shape[1]
@@ -434,11 +484,10 @@ def _check_at_least(*limits: tuple[str, float, int]) -> None:
 
 
 def _gpu(agent_gpus: Sequence[int]) -> torch.device | None:
-    if len(agent_gpus) > 1 or (agent_gpus and agent_gpus[0] >= torch.cuda.device_count()):
-        raise ConfigError(
-            f"agent_gpus must name one of the {torch.cuda.device_count()} GPUs here, or none, got {list(agent_gpus)}."
-        )
-    return torch.device("cuda", agent_gpus[0]) if agent_gpus else None
+    count = torch.cuda.device_count()
+    if len(agent_gpus) > 1 or any(not 0 <= gpu < max(count, 1) for gpu in agent_gpus):
+        raise ConfigError(f"agent_gpus must name one of the {count} GPUs here, or none, got {list(agent_gpus)}.")
+    return torch.device("cuda", agent_gpus[0]) if agent_gpus and count else None
 
 
 def _count(number: int, noun: str) -> str:

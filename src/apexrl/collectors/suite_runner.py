@@ -12,13 +12,14 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.envs.suite_env import SuiteVecEnv
-from apexrl.envs.suites.base import InitState, Split, TaskSuite
+from apexrl.envs.suites.base import InitState, Split, TaskSuite, own_split
 from apexrl.errors import ConfigError, EnvError, did_you_mean
 from apexrl.evaluation_result import EvaluationResult, without_lost
+from apexrl.functional.episodes import side_by_side
 from apexrl.metrics import EpisodeMetrics, fold_episodes
 from apexrl.policies.base import Policy
 from apexrl.rollout import LOG, initial_state, left_alone, make_actor, rollout
-from apexrl.types import ACTION, GROUP, METRIC, NEXT_OBSERVATION, OBSERVATION, VALID, Carry
+from apexrl.types import ACTION, GROUP, METRIC, NEXT_OBSERVATION, OBSERVATION, VALID, Actor, Carry
 
 SUCCESS, CONTROL_STEPS, EPISODE_ID, LOST = "success", "control_steps", "episode_id", "lost"
 """Metrics of a ``SuiteVecEnv``."""
@@ -32,12 +33,18 @@ class SuiteRunner:
     Args:
         env: the environments of the suite; each worker keeps the simulators it made.
         policy: its current weights act.
+        random_init: draw initial states at random, where the suite can, instead of taking those of its splits; what
+            it finds cannot be compared with others' results.
     """
 
-    def __init__(self, env: SuiteVecEnv, policy: Policy) -> None:
-        self.env, self.policy = env, policy
+    def __init__(self, env: SuiteVecEnv, policy: Policy, *, random_init: bool = False) -> None:
+        self.env, self.policy, self.random_init = env, policy, random_init
+        if random_init:
+            env.suite.random_init_state(0, (0,))  # a suite that cannot says so at once
         self.on_message: Callable[[str], None] = logging.getLogger("apexrl").warning
         """Told what people should know."""
+        self.on_step: Callable[[], None] | None = None
+        """Called before every step of the environments here; what it raises ends the episodes."""
 
     @property
     def suite(self) -> TaskSuite:
@@ -63,6 +70,10 @@ class SuiteRunner:
         """Return numbers about how the episodes are run, by their full log names."""
         return {}
 
+    def release_envs(self) -> None:
+        """Close the simulators; the next episodes create others."""
+        self.env.release()
+
     def close(self) -> None:
         """End what runs in the background; the environments stay open."""
         return
@@ -83,16 +94,23 @@ class SuiteRunner:
     def run_policy_in_env(
         self,
         task_name: str,
-        init_states: Sequence[NDArray[np.float64]],
+        init_states: Sequence[NDArray[np.float64]] | None = None,
         created_env: CreatedEnv | None = None,
         *,
         keep: Collection[str] | None = None,
         deterministic: bool = False,
+        max_steps: int | None = None,
     ) -> TensorDict:
-        """Run one episode of a task from each init state; returns what ``run_episodes`` does."""
-        env, task_id, _ = created_env or self.create_parallel_envs(task_name)
+        """Run one episode of a task from each init state; returns what ``run_episodes`` does.
+
+        Without init states there is one episode for every environment, from the first ones of the training split, or
+        with ``random_init`` from random ones, drawn with PyTorch's generator.
+        """
+        env, task_id, env_num = created_env or self.create_parallel_envs(task_name)
+        if init_states is None:
+            init_states = self._init_states(task_id, "train", env_num, int(torch.randint(2**31 - 1, ())))
         episodes = [InitState(task_id, state) for state in init_states]
-        return self.run_episodes(episodes, keep=keep, deterministic=deterministic, env=env)
+        return self.run_episodes(episodes, keep=keep, deterministic=deterministic, env=env, max_steps=max_steps)
 
     @torch.no_grad()
     def run_episodes(
@@ -102,6 +120,7 @@ class SuiteRunner:
         keep: Collection[str] | None = None,
         deterministic: bool = False,
         env: SuiteVecEnv | None = None,
+        max_steps: int | None = None,
     ) -> TensorDict:
         """Run every episode to its end.
 
@@ -110,6 +129,7 @@ class SuiteRunner:
             keep: keys to store besides the outcomes and the metrics; None stores everything but the successors.
             deterministic: take the mode of the action distribution instead of sampling.
             env: other environments of the suite.
+            max_steps: control steps after which an episode is truncated; those of the environments when not given.
 
         Returns:
             ``[T, E]`` on the environments' device: column ``e`` is episode ``e`` from its first step on, then zeros
@@ -119,18 +139,29 @@ class SuiteRunner:
             EnvError: when the environments do not end their episodes.
         """
         env = env or self.env
-        actor = make_actor(self.policy, env.device, deterministic=deterministic)
-        max_steps = env.max_episode_steps or 1000
-        env.assign(episodes)
+        actor = self._watched(make_actor(self.policy, env.device, deterministic=deterministic))
+        env.assign(episodes, max_steps)
+        num_chunks = -(-(max_steps or env.horizon) // env.chunk)
         carry: Carry = {OBSERVATION: env.reset(), **initial_state(self.policy, env)}
         segments: list[TensorDict] = []
         while env.busy:
             # Every segment ends an episode in each busy environment.
             if len(segments) > len(episodes):
-                raise EnvError(f"{len(episodes)} episodes did not end within {len(segments)} times {max_steps} steps.")
-            segment, carry = rollout(env, actor, carry, max_steps, keep=keep, until_done=True)
+                raise EnvError(f"{len(episodes)} episodes did not end within {len(segments)} times {num_chunks} steps.")
+            segment, carry = rollout(env, actor, carry, num_chunks, keep=keep, until_done=True)
             segments.append(segment.exclude(LOG, NEXT_OBSERVATION))
         return pack_episodes(TensorDict.cat(segments), len(episodes))
+
+    def _watched(self, actor: Actor) -> Actor:
+        check = self.on_step
+        if check is None:
+            return actor
+
+        def act(carry: Carry) -> dict[str, Tensor]:
+            check()
+            return actor(carry)
+
+        return act
 
     def run(
         self,
@@ -145,10 +176,11 @@ class SuiteRunner:
 
         Args:
             episodes_per_task: each from another init state, the first ones of the split; all of them when not given.
+                With ``random_init`` as many random ones.
             env: other environments than those of training, which must rest.
             split: where the init states are from.
             deterministic: take the mode of the action distribution instead of sampling.
-            seed: of sampling.
+            seed: of sampling, and of random init states.
 
         Returns:
             The episodes that were not lost, task after task.
@@ -158,7 +190,7 @@ class SuiteRunner:
         episodes = [
             InitState(task_id, state)
             for task_id in range(self.suite.num_tasks)
-            for state in self.suite.init_states(task_id, split)[:episodes_per_task]
+            for state in self._init_states(task_id, split, episodes_per_task, seed)
         ]
         with left_alone(self.policy, seed):
             batch = self.run_episodes(episodes, keep=(), deterministic=deterministic, env=env)
@@ -167,6 +199,14 @@ class SuiteRunner:
         ended, *values = torch.stack([finished.ended.double(), *finished.value.values()])[:, 0].cpu().numpy()
         columns = {name: value[ended > 0] for name, value in zip(finished.value, values, strict=True)}
         return without_lost(columns, self.suite.task_names, num_never_begun=int((ended == 0).sum()))
+
+    def _init_states(self, task_id: int, split: Split, count: int | None, seed: int) -> list[NDArray[np.float64]]:
+        """Return the first states of a split, all where ``count`` is None; with ``random_init`` as many random ones."""
+        states = self.suite.init_states(task_id, own_split(split))[:count]
+        if not self.random_init:
+            return states
+        numbers = range(len(states) if count is None else count)
+        return [self.suite.random_init_state(task_id, (seed % 2**63, number)) for number in numbers]
 
     def plans(
         self, states: Sequence[Sequence[NDArray[np.float64]]], per_task: int, *, seed: int = 0
@@ -231,15 +271,9 @@ def pack_episodes(steps: TensorDict, num_episodes: int) -> TensorDict:
 def join_groups(groups: list[TensorDict]) -> TensorDict:
     """Put groups ``[T_p, n_p]`` side by side, padded with zeros, and number them."""
     num_steps = max(int(group[VALID].sum(0).max()) for group in groups)
-    columns = []
-    for number, group in enumerate(groups):
-        steps = group[:num_steps]
-        if missing := num_steps - steps.shape[0]:
-            padding = torch.zeros_like(steps[:1]).expand(missing, steps.shape[1])
-            steps = TensorDict.cat([steps, padding])
-        steps[GROUP] = torch.full((*steps.shape, 1), number, device=steps.device)
-        columns.append(steps)
-    batch: TensorDict = TensorDict.cat(columns, 1)
+    batch = side_by_side([group[:num_steps] for group in groups])
+    numbers = [number for number, group in enumerate(groups) for _ in range(group.shape[1])]
+    batch[GROUP] = torch.tensor(numbers, device=batch.device).view(1, -1, 1).repeat(len(batch), 1, 1)
     return batch
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,30 +11,34 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.collectors.base import BaseCollector
-from apexrl.envs.base import VecEnv
+from apexrl.collectors.base import BaseCollector, Collected
+from apexrl.envs import as_vec_env
+from apexrl.envs.base import RunningEpisodes
 from apexrl.graphs import Acceleration, Captured, Compiled
 from apexrl.metrics import EpisodeMetrics, fold_episodes
 from apexrl.policies.base import Policy
-from apexrl.rollout import initial_state, make_actor, rollout
-from apexrl.types import NEXT_OBSERVATION, NEXT_VALUE, OBSERVATION, VALUE, Actor, Carry
+from apexrl.rollout import continued, make_actor, new_episodes, rollout
+from apexrl.types import DONE, METRIC, NEXT_OBSERVATION, NEXT_VALUE, PRE_TANH, REWARD, VALUE, Actor, Carry
 
 
 class SyncCollector(BaseCollector):
     """Steps the environment with the policy as it is, and values the states afterwards in one batch.
 
+    Its first call of ``collect`` starts new episodes. Later ones continue those that run in the environment, also
+    where others have stepped or reset it in between.
+
     Args:
-        env: the training environments.
+        env: the training environments: a ``VecEnv``, or an object that ``as_vec_env`` can wrap.
         policy: its current weights act.
         device: where the batch is handed over; the policy's device when not given.
-        keep: keys of the batch; None keeps everything that on-policy learning can use.
+        keep: keys of the batch; None keeps everything that learning can use.
         seed: of the first reset.
         acceleration: how the rollout runs.
     """
 
     def __init__(
         self,
-        env: VecEnv,
+        env: Any,
         policy: Policy,
         device: torch.device | str | None = None,
         *,
@@ -42,19 +46,21 @@ class SyncCollector(BaseCollector):
         seed: int | None = None,
         acceleration: Acceleration | None = None,
     ) -> None:
-        self.env, self.policy, self.seed = env, policy, seed
+        self.env, self.policy, self.seed = as_vec_env(env), policy, seed
         self.device = torch.device(device) if device is not None else policy.device
-        self.keep = None if keep is None else {*keep, *policy.initial_state(1)}
+        own = {*policy.initial_state(1), *policy.extra_keys, PRE_TANH}
+        self.keep = None if keep is None else own.union(keep)
         self.wants_value = keep is None or VALUE in keep
         self.episode_metrics = EpisodeMetrics()
         self.acceleration = acceleration or Acceleration()
         self._captured: dict[int, Captured] = {}
-        env.accelerate(self.acceleration)
+        self._running: RunningEpisodes | None = None
+        """What was captured belongs to these; None before the first episodes."""
+        self.env.accelerate(self.acceleration)
         self.actor: Actor = self._make_actor()
-        self._use(None)
-        if not env.gives_final_obs:
+        if not self.env.gives_final_obs:
             warnings.warn(
-                f"{type(env).__name__} hides the last state of an episode; values at time limits use the last "
+                f"{type(self.env).__name__} hides the last state of an episode; values at time limits use the last "
                 "visible one.",
                 stacklevel=2,
             )
@@ -78,21 +84,59 @@ class SyncCollector(BaseCollector):
         batch: TensorDict = self._captured[n_steps]()
         return batch.to(self.device)
 
+    @property
+    def carry(self) -> Carry | None:
+        """What the next step continues from; None when it starts new episodes."""
+        if self._running is None or self.env.running is None:
+            return None
+        if self._running is not self.env.running:
+            self._continue(self.env.running)
+        return self._running.carry
+
+    @carry.setter
+    def carry(self, carry: Carry) -> None:
+        self._continue(RunningEpisodes(carry, self.episode_metrics.unfinished))
+
     @torch.no_grad()
     def _collect(self, n_steps: int) -> TensorDict:
         batch = self.take_steps(n_steps)
         fold_episodes(batch, self.env.metric_specs, self.episode_metrics)
         return self.with_values(batch)
 
+    def collect_apart(self, n_steps: int) -> Collected:
+        """Collect as ``collect`` does, but leave the episode statistics to ``fold``; nothing is captured."""
+        if self.carry is None:
+            self.start()
+        batch = self.take_steps(n_steps)
+        outcomes = batch.select(REWARD, DONE, METRIC, strict=False)
+        return Collected(self.with_values(batch), [outcomes], self.steps_in(batch), {})
+
+    def fold(self, outcomes: Sequence[TensorDict], episodes: EpisodeMetrics) -> None:
+        """Count the episodes that ended in what ``collect_apart`` gave."""
+        for steps in outcomes:
+            fold_episodes(steps, self.env.metric_specs, episodes)
+
+    def watch(self, check: Callable[[], None]) -> None:
+        """Call ``check`` before every step; what it raises ends the collection."""
+        actor = self.actor
+
+        def act(carry: Carry) -> dict[str, Tensor]:
+            check()
+            return actor(carry)
+
+        self.actor = act
+
     def take_steps(self, n_steps: int) -> TensorDict:
         """Do the first half of ``collect`` after ``start``: the steps, on the environment's device, without values."""
-        assert self.carry is not None
+        carry, running = self.carry, self._running
+        assert carry is not None
+        assert running is not None
         keep = self.keep
         if keep is not None and self.wants_value:
             keep = keep | {NEXT_OBSERVATION}
-        batch, after = rollout(self.env, self.actor, self.carry, n_steps, keep=keep)
-        for name, value in after.items():
-            self.carry[name].copy_(value)
+        batch, after = rollout(self.env, self.actor, carry, n_steps, keep=keep)
+        running.advance(after)
+        self.env.running = running
         return batch
 
     def with_values(self, batch: TensorDict) -> TensorDict:
@@ -100,7 +144,8 @@ class SyncCollector(BaseCollector):
         batch = batch.to(self.policy.device)
         if self.wants_value:
             add_values(batch, self.policy)
-            del batch[NEXT_OBSERVATION]
+            if self.keep is not None and NEXT_OBSERVATION not in self.keep:
+                del batch[NEXT_OBSERVATION]
         return batch
 
     def follow(self, policy: Policy) -> None:
@@ -108,7 +153,9 @@ class SyncCollector(BaseCollector):
         if policy is not self.policy:
             self.policy = policy
             self.actor = self._make_actor()
-            self._use(self.carry)
+            self._captured = {}
+            if self.env.running is not None and self._running is not None:
+                self._continue(self.env.running)
 
     def _make_actor(self) -> Actor:
         actor = make_actor(self.policy, self.env.device)
@@ -127,8 +174,8 @@ class SyncCollector(BaseCollector):
         """Start new episodes everywhere."""
         obs = self.env.reset(seed=self.seed)
         self.seed = None
-        self.episode_metrics.restart()
-        self._use({OBSERVATION: obs.clone(), **initial_state(self.policy, self.env)})
+        # A simulator that cannot reset is still in the middle of the episodes that are known to run in it.
+        self._continue(self.env.running or new_episodes(self.env, self.policy, obs))
 
     def restart(self, seed: int) -> None:
         """Forget the running episodes; the next call of ``collect`` starts new ones from a seed."""
@@ -137,24 +184,27 @@ class SyncCollector(BaseCollector):
 
     def forget(self) -> None:
         """Forget the running episodes; the next steps are the first of new ones."""
-        self._use(None)
+        self.env.running = self._running = None
 
-    def _use(self, carry: Carry | None) -> None:
-        """Go on from a carry in memory of its own; what was captured with the old one is of no use any more."""
-        self.carry = carry
+    def _continue(self, running: RunningEpisodes) -> None:
+        """Continue these episodes; what was captured with others is of no use any more."""
+        self.env.running = self._running = continued(running, self.env, self.policy)
+        self.episode_metrics.unfinished = running.unfinished
         self._captured = {}
-        self._compiled = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the carry and the episode statistics."""
-        carry = {} if self.carry is None else {name: _plain(value) for name, value in self.carry.items()}
+        carry = {name: _plain(value) for name, value in (self.carry or {}).items()}
         return {"carry": carry, "episode_metrics": self.episode_metrics.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``; the environment is restored by whoever owns it."""
         device, num_envs = self.env.device, self.env.num_envs
-        self._use({name: _restored(value, num_envs, device) for name, value in state["carry"].items()} or None)
         self.episode_metrics.load_state_dict(state["episode_metrics"], device)
+        if state["carry"]:
+            self.carry = {name: _restored(value, num_envs, device) for name, value in state["carry"].items()}
+        else:
+            self.forget()
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -180,7 +181,8 @@ def _show_line(label: str, entry: Difference) -> None:
     a, b, difference, low, high = (scale * value for value in (entry.a, entry.b, entry.difference, *entry.interval))
     numbers = f"{a:9.2f} {b:9.2f} {difference:+9.2f}"
     sides = f", A alone {entry.only_a}, B alone {entry.only_b}" if is_rate else ""
-    print(f"{label:28} {numbers}{unit:2} {low:+.2f} to {high:+.2f}{unit}, p = {entry.p_value:.2g}{sides}")
+    interval = "no interval" if math.isnan(low) else f"{low:+.2f} to {high:+.2f}{unit}"
+    print(f"{label:28} {numbers}{unit:2} {interval}, p = {entry.p_value:.2g}{sides}")
 
 
 def _command(options: argparse.Namespace, a: Results, b: Results) -> str:

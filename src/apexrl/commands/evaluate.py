@@ -71,6 +71,7 @@ def _eval(options: argparse.Namespace, _: Overrides) -> int:
             deterministic=not options.stochastic,
             seed=seed,
             record_steps=options.csv is not None,
+            events=trained.events,
             on_progress=tell,
         )
     env.close()
@@ -101,8 +102,8 @@ def _eval_manifest(options: argparse.Namespace) -> int:
     show_tasks(result, trained.checkpoint.parent, draw=False)
     record = result.record()
     for name in [name for name in result.episodes if f"{name}_interval" in record]:
-        low, high = record[f"{name}_interval"]
-        print(f"  {name} {record[name]:.4g} ({low:.4g} to {high:.4g})")
+        bounds = record[f"{name}_interval"]
+        print(f"  {name} {record[name]:.4g}" + (f" ({bounds[0]:.4g} to {bounds[1]:.4g})" if bounds else ""))
     print(f"Manifest: {options.manifest} ({manifest.hash[:16]})")
     if options.output is not None:
         words = ["apexrl", "eval", str(trained.checkpoint), "--manifest", str(options.manifest)]

@@ -134,10 +134,13 @@ def _show(stored: SeedRuns) -> int:
         raise RunDirError(f"No seed in {stored.directory} was trained to its end; the messages above say why.")
     for name, found in stored.aggregate().items():
         scale, unit, label = (100.0, " %", "success") if name == "success_rate" else (1.0, "", name)
-        low, high = (scale * bound for bound in found["interval"])
+        interval = ""
+        if found["interval"] is not None:
+            low, high = (scale * bound for bound in found["interval"])
+            interval = f" (95 % interval {low:.2f} to {high:.2f}{unit})"
         print(
-            f"Interquartile mean of {label} over {found['seeds']} seeds: {scale * found['iqm']:.2f}{unit} "
-            f"(95 % interval {low:.2f} to {high:.2f}{unit}), mean {scale * found['mean']:.2f}{unit}"
+            f"Interquartile mean of {label} over {found['seeds']} seed{'s' * (found['seeds'] > 1)}: "
+            f"{scale * found['iqm']:.2f}{unit}{interval}, mean {scale * found['mean']:.2f}{unit}"
         )
     print(f"Results: {stored.directory / FILE}")
     if stored.config["features"]["save_plot"]:
@@ -152,8 +155,10 @@ def _show(stored: SeedRuns) -> int:
 
 
 def _result(record: Mapping[str, Any]) -> str:
-    low, high = record["return_interval"]
-    text = f"return {record['return']:.2f} ({low:.2f} to {high:.2f})"
+    text = f"return {record['return']:.2f}"
+    if record["return_interval"] is not None:
+        low, high = record["return_interval"]
+        text += f" ({low:.2f} to {high:.2f})"
     if "success_rate" in record:
         text += f", success {100 * record['success_rate']:.1f} %"
     return f"{text}, over {record['episodes']} episodes"

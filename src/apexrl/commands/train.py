@@ -128,7 +128,8 @@ def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:
         print(f"Evaluation: {result.summary()}")
         show_tasks(result, run_dir, config.features.save_plot)
     if isinstance(config.task, SuiteConfig):
-        print(f"Results: {write_final_results(run_dir, trainer.iteration, trainer.total_steps)}")
+        counts = (trainer.iteration, trainer.total_steps, trainer.optimizer_steps)
+        print(f"Results: {write_final_results(run_dir, *counts)}")
     if config.features.save_plot:
         try:
             print(f"Learning curve: {plot_runs([run_dir], run_dir / 'curve.png', warn)}")
@@ -140,6 +141,8 @@ def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:
         except EnvError as error:
             print(f"No video: {error}")
     print(f"Run directory: {run_dir} (apexrl eval {run_dir}, apexrl play {run_dir}, tensorboard --logdir {run_dir})")
+    if trainer.no_step_warning():
+        print("WARNING: nothing was learned: this run took no optimizer step; its last message above says what to do.")
 
 
 def _field_list() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -16,8 +16,9 @@ from apexrl.envs.lab import LabSimulator, make_isaaclab, make_mjlab
 from apexrl.envs.maniskill import ManiSkillVecEnv, make_maniskill
 from apexrl.envs.mujoco import TASKS as MUJOCO_TASKS
 from apexrl.envs.mujoco import MujocoVecEnv
-from apexrl.envs.rsl import RslVecEnv, is_rsl_env
+from apexrl.envs.rsl import RslVecEnv, is_rsl_env, wrapper_of
 from apexrl.errors import EnvError, did_you_mean
+from apexrl.metrics import MetricSpec
 
 __all__ = [
     "EnvPoolVecEnv",
@@ -29,6 +30,7 @@ __all__ = [
     "VecEnv",
     "as_vec_env",
     "check_env",
+    "get_metric_specs_from_env",
     "gym_make_fns",
     "make_env",
 ]
@@ -51,7 +53,7 @@ def as_vec_env(env: Any) -> VecEnv:
     if isinstance(env, VecEnv):
         return env
     if is_rsl_env(env):
-        return RslVecEnv(env)
+        return wrapper_of(env)
     if isinstance(env, gym.Env | gym.vector.VectorEnv):
         raise EnvError(
             f"{type(env).__name__} is one of Gymnasium's own environments. Pass the functions that make it, "
@@ -63,8 +65,19 @@ def as_vec_env(env: Any) -> VecEnv:
     )
 
 
+def get_metric_specs_from_env(env: Any) -> dict[str, MetricSpec]:
+    """Return the metrics that an environment declares, by name; of a raw simulator those that it has reported."""
+    return dict(as_vec_env(env).metric_specs)
+
+
 def make_env(
-    id: str, num_envs: int = 1, *, device: torch.device | str = "cpu", num_workers: int = 0, **kwargs: Any
+    id: str,
+    num_envs: int = 1,
+    *,
+    device: torch.device | str = "cpu",
+    num_workers: int = 0,
+    metrics: Sequence[MetricSpec] = (),
+    **kwargs: Any,
 ) -> VecEnv:
     """Make a task of the package, of Gymnasium's registry or of another simulator by its name.
 
@@ -74,17 +87,36 @@ def make_env(
         num_envs: N, environments stepped together.
         device: where the tensors are wanted.
         num_workers: processes that share Gymnasium environments; 0 steps them in this process.
+        metrics: numbers to take from the ``info`` of Gymnasium environments; others declare their metrics themselves.
         **kwargs: passed to the task, or to ``gymnasium.make``.
 
     Raises:
         EnvError: for an unknown name, with the nearest known one, or when a package is missing.
     """
+    env = _make_env(id, num_envs, device, num_workers, metrics, kwargs)
+    declared = {spec.name: {"reduce": spec.reduce, "group": spec.group, "event": spec.event} for spec in metrics}
+    env.made_from = {"id": id, "kwargs": kwargs, "metrics": declared}
+    return env
+
+
+def _make_env(
+    id: str,
+    num_envs: int,
+    device: torch.device | str,
+    num_workers: int,
+    metrics: Sequence[MetricSpec],
+    kwargs: Mapping[str, Any],
+) -> VecEnv:
     from apexrl.envs.tasks import TASKS  # only those who ask for a task load them all
 
     fast = {f"mujoco/{name}": name for name in MUJOCO_TASKS}
     simulator, _, name = id.partition("/")
-    if num_workers and (id in TASKS or id in fast or simulator in SIMULATORS):
-        raise EnvError(f"{id} runs all its environments at once and takes no workers; set num_workers to 0.")
+    if id in TASKS or id in fast or simulator in SIMULATORS:
+        if num_workers:
+            raise EnvError(f"{id} runs all its environments at once and takes no workers; set num_workers to 0.")
+        if metrics:
+            names = [spec.name for spec in metrics]
+            raise EnvError(f"{id} declares its metrics itself and takes no others; leave metrics {names} out.")
     if id in TASKS:
         task: VecEnv = TASKS[id](num_envs, device=device, **kwargs)
         return task
@@ -100,4 +132,4 @@ def make_env(
             f"There is no environment {id!r}.{hint} Tasks of the package: {', '.join(sorted(TASKS))}. "
             f"Tasks of simulators: {others}."
         )
-    return GymVecEnv(gym_make_fns(id, num_envs, **kwargs), num_workers=num_workers, device=device)
+    return GymVecEnv(gym_make_fns(id, num_envs, **kwargs), num_workers=num_workers, metrics=metrics, device=device)

@@ -2,20 +2,83 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.errors import EnvError, EnvStateError
 from apexrl.graphs import Acceleration
 from apexrl.metrics import MetricSpec
-from apexrl.types import EnvStep, Observation
+from apexrl.types import ACTION, DONE, OBSERVATION, REWARD, TERMINATED, TRUNCATED, Carry, EnvStep, Observation
+
+
+@dataclass
+class RunningEpisodes:
+    """The episodes that run in an environment, which its next step continues, whoever takes it."""
+
+    carry: Carry
+    """In memory of its own, because it is updated in place."""
+    unfinished: dict[str, Tensor]
+    """``[N]`` what ``EpisodeMetrics`` has of these episodes so far."""
+    handed_out: Observation | None = None
+    """The observation that a caller got, to give it back for the next step."""
+
+    def advance(self, carry: Carry) -> None:
+        """Continue from this carry, in the same memory."""
+        for name, value in carry.items():
+            self.carry[name].copy_(value)
+
+
+def _forgets(step: Callable[..., EnvStep]) -> Callable[..., EnvStep]:
+    """Let a step forget the running episodes; whoever took it, and can continue them, says so afterwards."""
+
+    @functools.wraps(step)
+    def step_and_forget(self: VecEnv, *args: Any, **kwargs: Any) -> EnvStep:
+        self.running = None
+        return step(self, *args, **kwargs)
+
+    return step_and_forget
+
+
+def _ends_episodes(reset: Callable[..., Observation]) -> Callable[..., Observation]:
+    """Let a method that resets forget the running episodes, so that nobody continues them."""
+
+    @functools.wraps(reset)
+    def reset_and_forget(self: VecEnv, *args: Any, **kwargs: Any) -> Observation:
+        if self.can_reset:
+            self.running = None
+        return reset(self, *args, **kwargs)
+
+    return reset_and_forget
+
+
+def choose(condition: Tensor, where_true: Any, where_false: Any) -> Any:
+    """Take rows of one observation where a condition ``[...]`` holds, and of another elsewhere."""
+    tensors = [isinstance(where_true, Tensor), isinstance(where_false, Tensor)]
+    if all(tensors) and where_true.shape == where_false.shape:
+        mask = condition.view(*condition.shape, *[1] * (where_true.ndim - condition.ndim))
+        return torch.where(mask, where_true, where_false)
+    # torch.where would spread one group, or one number, over all of the others.
+    if any(tensors) or set(where_true.keys()) != set(where_false.keys()):
+        raise EnvError(
+            "final_obs must have the groups and shapes of the observation: "
+            f"it is {_layout(where_true)}, the observation {_layout(where_false)}."
+        )
+    chosen = {key: choose(condition, value, where_false[key]) for key, value in where_true.items()}
+    return TensorDict(chosen, batch_size=where_true.batch_size)
+
+
+def _layout(obs: Any) -> str:
+    return str(list(obs.shape)) if isinstance(obs, Tensor) else f"groups {sorted(obs.keys())}"
 
 
 class VecEnv(ABC):
@@ -39,18 +102,33 @@ class VecEnv(ABC):
     max_episode_steps: int | None = None
     """Steps after which an episode is truncated; None when it is not known."""
     capturable: bool = False
-    """True when ``step`` only runs fixed-shape tensor operations on ``device``, without reading a value back."""
+    """True when ``step`` only runs fixed-shape tensor operations on ``device``, without reading a value back, and
+    reports the same metrics at every step."""
     generators: Sequence[torch.Generator] = ()
     """Random generators that a capturable ``step`` draws from."""
     gives_final_obs: bool = True
     """False when the simulator hides the successor of an ended episode; the user is then warned once."""
+    can_reset: bool = True
+    """False when ``reset`` starts no new episodes, but returns the current observation of the running ones."""
+    running: RunningEpisodes | None = None
+    """The running episodes, set by whoever stepped last; None after a reset, and when they are not known."""
     can_spawn: bool = True
     """False when it is known that ``spawn`` cannot make others in this process."""
 
+    made_from: Mapping[str, Any] | None = None
+    """What ``make_env`` created it from: ``id``, ``kwargs`` and ``metrics``; None where it was created otherwise."""
     task_names: Sequence[str] = ()
     """When there are several tasks; a metric ``task_id`` then numbers them."""
     video_fps: float = 30.0
     """Pictures a second of a video that shows one a step."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("reset", "reset_each"):
+            if name in vars(cls):
+                setattr(cls, name, _ends_episodes(vars(cls)[name]))
+        if "step" in vars(cls):
+            cls.step = _forgets(vars(cls)["step"])  # type: ignore[method-assign]
 
     @property
     def num_distinct_episodes(self) -> int | None:
@@ -64,11 +142,40 @@ class VecEnv(ABC):
 
     @abstractmethod
     def reset(self, seed: int | None = None) -> Observation:
-        """Start a new episode everywhere. A seed makes everything that follows repeatable."""
+        """Start a new episode everywhere. A seed makes everything that follows repeatable.
+
+        No two environments share a random stream, of one seed or of two: ``apexrl.seeding.spawn_seeds(seed, N)`` gives
+        N seeds, where ``seed + i`` would give environment ``i + 1`` of a seed that of environment ``i`` of the next.
+        """
 
     @abstractmethod
     def step(self, action: Tensor) -> EnvStep:
         """Apply one action ``[N, A]`` to each environment."""
+
+    @torch.no_grad()
+    def step_and_maybe_reset(self, carry: Mapping[str, Any]) -> tuple[TensorDict, Carry]:
+        """Apply ``carry["action"]`` and return the transition and the next carry, as TorchRL's environments do.
+
+        For loops of one's own around a policy without memory; ``apexrl.rollout.rollout`` takes many steps.
+
+        Args:
+            carry: ``observation``, ``action``, and whatever else belongs into the transition, ``[N]``.
+
+        Returns:
+            The transition ``[N]``: copies of the carry, ``reward``, ``terminated``, ``truncated``, ``done`` and, as
+            ``next/observation``, the true successor; and the carry of the next step, its ``observation``.
+        """
+        td = TensorDict({name: value.clone() for name, value in carry.items()}, batch_size=[self.num_envs])
+        self.running = None
+        step = self.step(carry[ACTION])
+        td[REWARD], td[TERMINATED], td[TRUNCATED] = step.reward, step.terminated, step.truncated
+        td[DONE] = step.terminated | step.truncated
+        successor: Any = step.obs
+        if step.final_obs is not None or not self.gives_final_obs:
+            final = td[OBSERVATION] if step.final_obs is None else step.final_obs
+            successor = choose(td[DONE].squeeze(-1), final, successor)
+        td["next", OBSERVATION] = successor
+        return td.clone(), {OBSERVATION: step.obs}
 
     def accelerate(self, acceleration: Acceleration) -> None:
         """Make ``step`` faster, where the environment knows a way that changes no number but for rounding."""

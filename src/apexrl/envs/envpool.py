@@ -21,6 +21,7 @@ from apexrl.envs.gym_group import METRIC_KEYS, metric_names
 from apexrl.envs.simulators import load_simulator, space_of
 from apexrl.errors import EnvError, did_you_mean
 from apexrl.metrics import MetricSpec
+from apexrl.seeding import spawn_seed
 from apexrl.types import EnvStep, Observation
 
 _INSTALL = "Install it with: pip install 'apexrl[envpool]'."
@@ -66,10 +67,10 @@ class EnvPoolVecEnv(VecEnv):
         return self._metric_specs
 
     def reset(self, seed: int | None = None) -> Observation:
-        """Start a new episode everywhere; environment ``i`` gets ``seed + i``."""
+        """Start a new episode everywhere; other seeds share no stream."""
         if seed is not None:
             self._pool.close()
-            self._pool = self._make(self.num_envs, seed)
+            self._pool = self._make(self.num_envs, spawn_seed(seed))  # its environments draw from that, that + 1, …
         return self._observation(self._pool.reset()[0])
 
     def step(self, action: Tensor) -> EnvStep:

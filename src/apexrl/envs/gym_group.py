@@ -36,6 +36,12 @@ MakeFn: TypeAlias = Callable[[], "gym.Env[Any, Any]"]
 MAX_REPLAY = 100_000
 """Steps after which an episode that must be replayed to be restored can no longer be saved."""
 
+MAX_METRICS = 256
+"""Numbers of ``info`` that can be reported; memory for those that never appear takes no room."""
+
+Found: TypeAlias = dict[str, dict[int, float]]
+"""Metrics seen for the first time: what each reported, by the number of its environment."""
+
 METRIC_KEYS = {"success": ("success", "is_success"), "fail": ("fail", "is_failure")}
 """The keys of ``info`` that carry a metric of another name; every other metric is its own key."""
 
@@ -81,11 +87,20 @@ class _Start:
     """Index of the episode's first action in the history; -1 when it is no longer kept."""
 
 
+def metric_name(key: Any) -> str | None:
+    """Return which metric a number under this key of ``info`` is; None when it is none."""
+    for name, keys in METRIC_KEYS.items():
+        if key in keys:
+            return name
+    if not isinstance(key, str):
+        return None
+    return key if key != "reward" and (key.startswith("reward") or key.endswith("reward")) else None
+
+
 def metric_names(info: Mapping[str, Any]) -> list[str]:
     """Return the names of the metrics that the ``info`` of a step holds."""
-    names = [name for name, keys in METRIC_KEYS.items() if any(_is_number(info.get(key)) for key in keys)]
-    parts = [key for key in info if key.startswith("reward") or key.endswith("reward")]
-    return names + [key for key in parts if key != "reward" and _is_number(info[key])]
+    names = [metric_name(key) for key, value in info.items() if _is_number(value)]
+    return list(dict.fromkeys(name for name in names if name is not None))
 
 
 class EnvGroup:
@@ -119,18 +134,13 @@ class EnvGroup:
         self._history: list[Array] = []
         self._was_reset = False
 
-    def probe(self) -> list[str]:
-        """Return the names of the metrics that one random step of the first environment reports."""
-        simulator = self.simulators[0]
-        simulator.reset()
-        simulator.action_space.seed(0)
-        info = simulator.step(simulator.action_space.sample())[4]
-        return metric_names(info)
-
     def bind(self, buffers: Buffers, metrics: Sequence[str]) -> None:
         """Write into these buffers from now on, and read these metrics from ``info``."""
         self._buffers = buffers
-        self._metric_keys = [METRIC_KEYS.get(name, (name,)) for name in metrics]
+        self._names: set[str] = set()
+        self._known: set[str] = set()
+        """Keys of ``info`` that need no second look: they are read already, or are no metrics."""
+        self.watch(metrics)
         self._metric_rows = [buffers.metric[:, i, 0] for i in range(len(self.simulators))]
         self._reward = buffers.reward[:, 0]
         self._rows = [row_of(buffers.obs, i) for i in range(len(self.simulators))]
@@ -139,6 +149,12 @@ class EnvGroup:
         self._decode = decoder(self.action_space)
         self._keeps_history = not all(self._exact)
         self._any_ended = True
+
+    def watch(self, metrics: Sequence[str]) -> None:
+        """Read these metrics into the first rows of ``buffers.metric``; others that appear are found by ``step``."""
+        self._metric_keys = [METRIC_KEYS.get(name, (name,)) for name in metrics]
+        self._metric = self._buffers.metric[: len(metrics)]
+        self._names.update(metrics)
 
     def reset(self, seeds: Sequence[int] | None = None) -> None:
         """Start a new episode everywhere; environment ``i`` of this group gets ``seeds[i]``."""
@@ -152,15 +168,15 @@ class EnvGroup:
                 obs, _ = simulator.reset(seed=seeds[i])
             self._write(self._rows[i], obs)
 
-    def step(self) -> bool:
-        """Apply ``buffers.action`` and return whether any episode ended."""
+    def step(self) -> tuple[bool, Found]:
+        """Apply ``buffers.action``; return whether any episode ended, and metrics that are not watched yet."""
         buffers, write, rows, reward = self._buffers, self._write, self._rows, self._reward
         if self._any_ended:
             buffers.terminated.fill(False)
             buffers.truncated.fill(False)
             self._any_ended = False
-        if self._metric_keys:
-            buffers.metric.fill(np.nan)
+        self._metric.fill(np.nan)
+        found: Found = {}
         if self._keeps_history:
             self._history.append(buffers.action.copy())
             if len(self._history) > 2 * MAX_REPLAY:
@@ -169,15 +185,18 @@ class EnvGroup:
         try:
             for i, action in enumerate(self._decode(buffers.action)):
                 obs, reward[i], terminated, truncated, info = self._steps[i](action)
-                if self._metric_keys:
+                if info:
                     self._read_metrics(i, info)
+                    if not self._known.issuperset(info):
+                        self._find_metrics(i, info, found)
                 if terminated or truncated:
                     obs = self._end(i, obs, bool(terminated))
                 write(rows[i], obs)
         except Exception as error:
             error.add_note(f"(in environment {self.first + i})")
             raise
-        return self._any_ended
+        self._names.update(found)
+        return self._any_ended, found
 
     def _end(self, i: int, obs: Any, terminated: bool) -> Any:
         buffers = self._buffers
@@ -207,6 +226,15 @@ class EnvGroup:
             for key in keys:
                 if key in info:
                     row[m] = info[key]
+
+    def _find_metrics(self, i: int, info: Mapping[str, Any], found: Found) -> None:
+        """Note the metrics of ``info`` that are not watched."""
+        for key, value in info.items():
+            name = metric_name(key)
+            if name is None or name in self._names:
+                self._known.add(key)
+            elif _is_number(value):
+                found.setdefault(name, {})[i] = float(value)
 
     def state(self) -> list[dict[str, Any]]:
         """Return what each environment needs to go on from here, as arrays and plain values.
@@ -378,7 +406,7 @@ class _Worker:
     def bind(self, num_envs: int, size: int, metrics: Sequence[str]) -> None:
         group = self.group
         memory = mmap.mmap(self.memory_fd, size)
-        buffers, _ = make_buffers(group.observation_space, group.action_space, num_envs, len(metrics), memory)
+        buffers, _ = make_buffers(group.observation_space, group.action_space, num_envs, MAX_METRICS, memory)
         group.bind(buffers.rows(group.first, group.first + len(group.simulators)), metrics)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apexrl.envs import gym_group
-from apexrl.envs.gym_group import Buffers, MakeFn, make_buffers
+from apexrl.envs.gym_group import MAX_METRICS, Buffers, Found, MakeFn, make_buffers
 from apexrl.errors import EnvError, EnvStateError
 
 START_TIMEOUT = 300.0
@@ -70,27 +70,31 @@ class Workers:
         self.processes.append(process)
         self.connections.append(ours)
 
-    def probe(self) -> list[str]:
-        """Return the names of the metrics that one random step reports."""
-        names: list[str] = self._call("probe", [()], START_TIMEOUT)[0]
-        return names
-
     def bind(self, metrics: Sequence[str]) -> Buffers:
         """Make the shared buffers and let every worker write into its rows."""
-        layout = (self.observation_space, self.action_space, self.num_envs, len(metrics))
+        layout = (self.observation_space, self.action_space, self.num_envs, MAX_METRICS)
         _, size = make_buffers(*layout)
         os.ftruncate(self.memory_fd, size)
         buffers, _ = make_buffers(*layout, mmap.mmap(self.memory_fd, size))
         self._call("bind", [(self.num_envs, size, metrics)] * len(self.ranges))
         return buffers
 
+    def watch(self, metrics: Sequence[str]) -> None:
+        """Let every worker read these metrics from now on."""
+        self._call("watch", [(metrics,)] * len(self.ranges))
+
     def reset(self, seeds: Sequence[int] | None) -> None:
         """Start a new episode everywhere; environment ``i`` gets ``seeds[i]``."""
         self._call("reset", [(None if seeds is None else seeds[envs.start : envs.stop],) for envs in self.ranges])
 
-    def step(self) -> bool:
-        """Apply the actions in the buffers and return whether any episode ended."""
-        return any(self._call("step", [()] * len(self.ranges)))
+    def step(self) -> tuple[bool, Found]:
+        """Apply the actions in the buffers; return whether any episode ended, and metrics that are not watched yet."""
+        answers = self._call("step", [()] * len(self.ranges))
+        found: Found = {}
+        for envs, (_, new) in zip(self.ranges, answers, strict=True):
+            for name, values in new.items():
+                found.setdefault(name, {}).update({envs.start + i: value for i, value in values.items()})
+        return any(ended for ended, _ in answers), found
 
     def state(self) -> list[dict[str, Any]] | None:
         """Return the state of every environment; None when one cannot be saved."""

@@ -7,6 +7,7 @@ import functools
 import importlib
 import io
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,10 +22,21 @@ from torch import Tensor
 from apexrl.envs import gym_group
 from apexrl.envs.base import SeededVecEnv
 from apexrl.envs.display import MUJOCO_HINT, draw_without_display
-from apexrl.envs.gym_group import Buffers, EnvGroup, MakeFn, Tree, make_buffers, map_tree, users_frames
+from apexrl.envs.gym_group import (
+    MAX_METRICS,
+    Buffers,
+    EnvGroup,
+    Found,
+    MakeFn,
+    Tree,
+    make_buffers,
+    map_tree,
+    users_frames,
+)
 from apexrl.envs.gym_workers import Workers
 from apexrl.errors import EnvError, EnvStateError, did_you_mean
 from apexrl.metrics import MetricSpec
+from apexrl.seeding import spawn_seeds
 from apexrl.types import EnvStep, Observation
 
 T = TypeVar("T")
@@ -35,7 +47,8 @@ class GymVecEnv(SeededVecEnv):
 
     Observations become float32 tensors (pictures stay uint8), Discrete ones one-hot vectors, Tuple ones
     groups named ``"0"``, ``"1"``, …. Actions are clipped to their bounds. Numbers in ``info`` named
-    ``success``, ``fail``, or with ``reward`` at either end of their name are reported as metrics.
+    ``success``, ``fail``, or with ``reward`` at either end of their name are reported as metrics, from the step on at
+    which the first environment has them.
 
     Args:
         make_fns: functions that each make one environment; all need the same spaces.
@@ -66,7 +79,6 @@ class GymVecEnv(SeededVecEnv):
         self._make_fns = list(make_fns)
         self._options: dict[str, Any] = {
             "num_workers": num_workers,
-            "metrics": metrics,
             "step_timeout": step_timeout,
         }
         self._group: _LocalGroup | Workers
@@ -77,9 +89,12 @@ class GymVecEnv(SeededVecEnv):
         group = self._group
         self.observation_space, self.action_space = group.observation_space, group.action_space
         self.max_episode_steps = group.max_episode_steps
-        specs = {name: MetricSpec(name) for name in group.probe()} | {spec.name: spec for spec in metrics or ()}
-        self._metric_specs = specs
+        self._metric_specs = specs = {spec.name: spec for spec in metrics or ()}
+        if len(specs) > MAX_METRICS:
+            raise EnvError(f"GymVecEnv takes at most {MAX_METRICS} metrics, got {len(specs)}.")
         buffers = group.bind(list(specs))
+        self._metric_rows = buffers.metric
+        self._metric = {name: torch.from_numpy(buffers.metric[m]) for m, name in enumerate(specs)}
         self._action = torch.from_numpy(buffers.action)
         self._obs = as_observation(buffers.obs, self.num_envs)
         # The tensors share memory with the buffers, so these two tuples serve every step.
@@ -88,19 +103,19 @@ class GymVecEnv(SeededVecEnv):
             reward=torch.from_numpy(buffers.reward),
             terminated=torch.from_numpy(buffers.terminated),
             truncated=torch.from_numpy(buffers.truncated),
-            metric={name: torch.from_numpy(buffers.metric[m]) for m, name in enumerate(specs)},
+            metric=self._metric,
         )
         self._ended = self._running._replace(final_obs=as_observation(buffers.final_obs, self.num_envs))
         self._must_copy = self.device.type != "cpu"
 
     @property
     def metric_specs(self) -> Mapping[str, MetricSpec]:
-        """The metrics found in ``info``, and those asked for."""
+        """The metrics asked for, and those found in ``info`` so far."""
         return self._metric_specs
 
     def reset(self, seed: int | None = None) -> Observation:
-        """Start a new episode everywhere; environment ``i`` gets ``seed + i``."""
-        return self._begin(None if seed is None else range(seed, seed + self.num_envs))
+        """Start a new episode everywhere; each environment from a stream of its own."""
+        return self._begin(None if seed is None else spawn_seeds(seed, self.num_envs))
 
     def reset_each(self, seeds: Sequence[int]) -> Observation:
         """Start a new episode everywhere; environment ``i`` gets ``seeds[i]``."""
@@ -115,13 +130,36 @@ class GymVecEnv(SeededVecEnv):
         if action.shape != self._action.shape:
             raise EnvError(f"step needs actions {list(self._action.shape)}, got {list(action.shape)}.")
         self._action.copy_(action.detach())
-        step = self._ended if self._group.step() else self._running
+        any_ended, found = self._group.step()
+        if found:
+            self._add_metrics(found)
+        step = self._ended if any_ended else self._running
         return step_to_device(step, self.device) if self._must_copy else step
+
+    def _add_metrics(self, found: Found) -> None:
+        """Give metrics that just appeared a row each, with what this step reported."""
+        # A new dictionary: another thread may be reading the old one.
+        specs = dict(self._metric_specs)
+        for name, values in found.items():
+            if len(specs) == MAX_METRICS:
+                warnings.warn(
+                    f"The environment reports more than {MAX_METRICS} metrics; later ones are left out. Give the same "
+                    "number the same key of info at every step.",
+                    stacklevel=3,
+                )
+                break
+            row = self._metric_rows[len(specs)]
+            row.fill(np.nan)
+            row[list(values), 0] = list(values.values())
+            self._metric[name] = torch.from_numpy(row)
+            specs[name] = MetricSpec(name)
+        self._metric_specs = specs
+        self._group.watch(list(specs))
 
     def spawn(self, num_envs: int) -> GymVecEnv:
         """Make an independent environment of the same kind, with the make functions in turn."""
         make_fns = [self._make_fns[i % self.num_envs] for i in range(num_envs)]
-        return GymVecEnv(make_fns, device=self.device, **self._options)
+        return GymVecEnv(make_fns, device=self.device, metrics=list(self._metric_specs.values()), **self._options)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of every environment; None before the first reset or when it cannot be saved."""
@@ -195,18 +233,18 @@ class _LocalGroup:
         self.observation_space, self.action_space = group.observation_space, group.action_space
         self.max_episode_steps = group.max_episode_steps
 
-    def probe(self) -> list[str]:
-        return _checked("try", self.group.probe)
-
     def bind(self, metrics: Sequence[str]) -> Buffers:
-        buffers, _ = make_buffers(self.observation_space, self.action_space, self.num_envs, len(metrics))
+        buffers, _ = make_buffers(self.observation_space, self.action_space, self.num_envs, MAX_METRICS)
         self.group.bind(buffers, metrics)
         return buffers
+
+    def watch(self, metrics: Sequence[str]) -> None:
+        self.group.watch(metrics)
 
     def reset(self, seeds: Sequence[int] | None) -> None:
         _checked("reset", self.group.reset, seeds)
 
-    def step(self) -> bool:
+    def step(self) -> tuple[bool, Found]:
         try:
             return self.group.step()
         except Exception as error:

@@ -20,6 +20,7 @@ from apexrl.envs.base import VecEnv
 from apexrl.envs.simulators import load_simulator, space_of
 from apexrl.errors import EnvError, did_you_mean
 from apexrl.metrics import RESERVED_NAMES, MetricSpec
+from apexrl.seeding import spawn_seeds
 from apexrl.types import EnvStep, Observation
 
 MakePart: TypeAlias = Callable[[int], Any]
@@ -73,8 +74,9 @@ class ManiSkillVecEnv(VecEnv):
         return self._metric_specs
 
     def reset(self, seed: int | None = None) -> Observation:
-        """Start a new episode everywhere; simulator ``i`` gets ``seed + i``."""
-        seeds = [None if seed is None else seed + i for i in range(len(self._parts))]
+        """Start a new episode everywhere; each simulator from a stream of its own."""
+        count = len(self._parts)
+        seeds = [None] * count if seed is None else spawn_seeds(seed, count)
         starts = [part.reset(seed=own) for part, own in zip(self._parts, seeds, strict=True)]
         return self._observation([obs for obs, _ in starts])
 

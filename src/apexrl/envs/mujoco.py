@@ -36,6 +36,7 @@ from apexrl.envs.mujoco_tasks import TASKS as GYMNASIUM_TASKS
 from apexrl.envs.mujoco_tasks import Array, MujocoTask, Parts
 from apexrl.errors import ConfigError, EnvError, EnvStateError, did_you_mean
 from apexrl.metrics import MetricSpec
+from apexrl.seeding import spawn_seeds
 from apexrl.types import EnvStep, Observation
 
 TASKS: dict[str, type[MujocoTask]] = {**GYMNASIUM_TASKS, "WalkerPayload": WalkerPayload}
@@ -49,7 +50,7 @@ class MujocoVecEnv(SeededVecEnv):
     """Gymnasium's MuJoCo tasks, bit for bit, at the speed of the simulator alone.
 
     From the same seed and actions it gives the numbers that ``GymVecEnv`` gives, over any number of episodes:
-    environment ``i`` draws from ``seed + i`` as Gymnasium's does.
+    every environment draws from its own seed as Gymnasium's does.
 
     Each environment has its own ``MjData``, and the threads that share them hold no interpreter lock while they
     simulate. ``mujoco.rollout`` is as fast on two cores, but it returns neither where the constraint solver starts
@@ -109,8 +110,7 @@ class MujocoVecEnv(SeededVecEnv):
         self._make_spaces_and_buffers()
         self._elapsed = np.zeros(num_envs, np.int64)
         # Two environments differ from each other, yet both follow from torch.manual_seed.
-        first = int(torch.randint(2**31, ()))
-        self._seed_generators(range(first, first + num_envs))
+        self._seed_generators(spawn_seeds(int(torch.randint(2**31, ())), num_envs))
         self._was_reset = False
         self._requested_threads = num_threads
         wanted = self._useful_threads() if num_threads is None else max(num_threads, 1)
@@ -167,9 +167,9 @@ class MujocoVecEnv(SeededVecEnv):
         return self._metric_specs
 
     def reset(self, seed: int | None = None) -> Observation:
-        """Start a new episode everywhere; environment ``i`` gets ``seed + i``."""
+        """Start a new episode everywhere; each environment from a stream of its own."""
         if seed is not None:
-            self._seed_generators(range(seed, seed + self.num_envs))
+            self._seed_generators(spawn_seeds(seed, self.num_envs))
         return self._begin_all()
 
     def reset_each(self, seeds: Sequence[int]) -> Observation:

@@ -19,6 +19,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import gymnasium as gym
 import numpy as np
@@ -35,6 +36,13 @@ from apexrl.metrics import RESERVED_NAMES, MetricSpec
 from apexrl.types import OBS_KEY, EnvStep, Observation
 
 _NEEDED = ("num_envs", "num_actions", "get_observations", "step")
+_WRAPPERS: WeakValueDictionary[int, RslVecEnv] = WeakValueDictionary()
+"""By the id of the simulator, which lives as long as its wrapper."""
+
+
+def wrapper_of(simulator: Any) -> RslVecEnv:
+    """Return the wrapper that a simulator has, or wrap it; its users share one, which knows the running episodes."""
+    return _WRAPPERS.get(id(simulator)) or RslVecEnv(simulator)
 
 
 def is_rsl_env(simulator: Any) -> bool:
@@ -47,6 +55,8 @@ class RslVecEnv(VecEnv):
 
     Most of these simulators hide the last observation of an episode; ``gives_final_obs`` is then False. One that
     gives it for the group ``policy`` alone hides the other groups: their last visible values stand in.
+
+    One without ``reset`` may be in the middle of its episodes: the first of each environment is not counted.
 
     A seed reaches the simulator when its ``reset`` takes one or it has a ``seed`` method; else it is ignored.
 
@@ -71,12 +81,14 @@ class RslVecEnv(VecEnv):
         self.max_episode_steps = None if limit is None else int(torch.as_tensor(limit).max())
         self.capturable = bool(getattr(simulator, "capturable", False))
         self.gives_final_obs = bool(getattr(simulator, "gives_final_obs", False))
+        self.can_reset = hasattr(simulator, "reset")
         obs = self._current()
         self.observation_space = space_of(obs)
         self.action_space = _action_space(simulator)
         self._metric_specs: dict[str, MetricSpec] = {}
         # Written in place, so that a captured step finds it where it left it.
         self._last = None if isinstance(obs, Tensor) else obs.clone()
+        _WRAPPERS[id(simulator)] = self
 
     @property
     def metric_specs(self) -> Mapping[str, MetricSpec]:
@@ -205,7 +217,8 @@ class RslVecEnv(VecEnv):
             if name in extras:
                 parts[name], new[name] = extras[name], MetricSpec(name)
         if not self._metric_specs.keys() >= new.keys():
-            self._metric_specs |= {name: spec for name, spec in new.items() if name not in self._metric_specs}
+            missing = {name: spec for name, spec in new.items() if name not in self._metric_specs}
+            self._metric_specs = self._metric_specs | missing  # another thread may be reading the old one
         return {name: self._column(value, torch.float32) for name, value in parts.items()}
 
 

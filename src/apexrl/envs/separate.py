@@ -13,6 +13,7 @@ from torch import Tensor
 from apexrl.envs.base import SeededVecEnv, VecEnv
 from apexrl.errors import EnvError
 from apexrl.metrics import MetricSpec
+from apexrl.seeding import spawn_seeds
 from apexrl.types import EnvStep, Observation
 
 
@@ -46,14 +47,14 @@ class SeparateEnvs(SeededVecEnv):
 
     @property
     def metric_specs(self) -> Mapping[str, MetricSpec]:
-        """Those of the first."""
-        return self._parts[0].metric_specs
+        """Those that any of them has."""
+        return {name: spec for part in self._parts for name, spec in part.metric_specs.items()}
 
     def reset(self, seed: int | None = None) -> Observation:
-        """Start a new episode everywhere; environment ``i`` gets ``seed + i``."""
+        """Start a new episode everywhere; each environment from a stream of its own."""
         if seed is None:
             return _join([part.reset() for part in self._parts])
-        return self.reset_each(range(seed, seed + self.num_envs))
+        return self.reset_each(spawn_seeds(seed, self.num_envs))
 
     def reset_each(self, seeds: Sequence[int]) -> Observation:
         """Start a new episode everywhere; environment ``i`` gets ``seeds[i]``."""

@@ -18,7 +18,7 @@ from apexrl.envs.base import VecEnv
 from apexrl.envs.display import draw_without_display
 from apexrl.envs.gymnasium import as_observation, step_to_device
 from apexrl.envs.suite_workers import Progress, SuiteWorkers
-from apexrl.envs.suites.base import INSTRUCTION_BYTES, InitState, Split, TaskSuite, encode_instruction
+from apexrl.envs.suites.base import INSTRUCTION_BYTES, InitState, Split, TaskSuite, encode_instruction, own_split
 from apexrl.errors import ConfigError, EnvError, EnvStateError
 from apexrl.metrics import MetricSpec
 from apexrl.types import INSTRUCTION_KEY, EnvStep, Observation
@@ -89,7 +89,7 @@ class SuiteVecEnv(VecEnv):
                 raise ConfigError(f"SuiteVecEnv.{name} must be at least {minimum}, got {value}.")
         if step_timeout <= 0:
             raise ConfigError(f"SuiteVecEnv.step_timeout must be above 0 seconds, got {step_timeout}.")
-        self.suite, self.num_envs, self.chunk, self.split = suite, num_envs, chunk, split
+        self.suite, self.num_envs, self.chunk, self.split = suite, num_envs, chunk, own_split(split)
         self.task_names = tuple(suite.task_names)
         self.device = torch.device(device)
         self.horizon = max_steps or suite.horizon
@@ -111,7 +111,10 @@ class SuiteVecEnv(VecEnv):
         self.action_space = gym.spaces.Box(-1.0, 1.0, (chunk * self._action_size,), np.float32)
         self._make_buffers(groups)
         self._states: dict[int, list[NDArray[np.float64]]] = {}
-        self._assigned: list[InitState] | None = None
+        self._assigned: tuple[list[InitState], int] | None = None
+        """Of the last ``assign``, until it is reset: the episodes, and the control steps of each."""
+        self._limit = self.horizon
+        """Control steps of the episodes that run."""
         self._queue: list[InitState] | None = None
         """The episodes of the last ``assign``; None when they come from the split."""
         self._waiting: dict[int, deque[int]] = {}
@@ -123,6 +126,8 @@ class SuiteVecEnv(VecEnv):
         cached = max_cached_envs or (4 if suite.renders else 64)
         self._start = functools.partial(SuiteWorkers, suite, num_envs, num_workers, cached, step_timeout)
         self._started: SuiteWorkers | None = None
+        self._released = (0, 0.0, 0)
+        """What the workers that were released had created, the seconds that took, and how many were replaced."""
         self._is_closed = False
 
     @property
@@ -171,26 +176,34 @@ class SuiteVecEnv(VecEnv):
     def busy(self) -> bool:
         """Whether an assigned episode has not ended yet."""
         if self._assigned is not None:
-            return len(self._assigned) > 0
+            return True
         return self._queue is not None and bool((self._episode >= 0).any())
+
+    @property
+    def running_episodes(self) -> list[int]:
+        """Number of the episode that runs in each environment; -1 where there is none."""
+        numbers: list[int] = self._episode.tolist()
+        return numbers
 
     @property
     def created(self) -> int:
         """Simulators made so far."""
-        return 0 if self._started is None else self._started.created
+        return self._released[0] + (0 if self._started is None else self._started.created)
 
     @property
     def seconds_creating(self) -> float:
         """Time the workers have spent making simulators, added up."""
-        return 0.0 if self._started is None else self._started.seconds_creating
+        return self._released[1] + (0.0 if self._started is None else self._started.seconds_creating)
 
     @property
     def replaced(self) -> int:
         """Workers replaced so far because they died or hung."""
-        return 0 if self._started is None else self._started.replaced
+        return self._released[2] + (0 if self._started is None else self._started.replaced)
 
-    def assign(self, episodes: Sequence[InitState]) -> None:
+    def assign(self, episodes: Sequence[InitState], max_steps: int | None = None) -> None:
         """Let the next ``reset`` start these episodes; ``episode_id`` is the index in the list.
+
+        They are truncated after ``max_steps`` control steps, or after those of the environments when not given.
 
         They begin in this order, and an environment whose episode ends takes the next one. Where the suite renders, it
         takes the next of its own task, which needs no other simulator, or else of the task that has most left for each
@@ -202,16 +215,19 @@ class SuiteVecEnv(VecEnv):
         """
         if not episodes:
             raise EnvError("SuiteVecEnv.assign needs at least one episode.")
+        if max_steps is not None and max_steps < 1:
+            raise ConfigError(f"max_steps must be at least 1, got {max_steps}.")
         for task, _ in episodes:
             if not 0 <= task < self.suite.num_tasks:
                 raise EnvError(
                     f"An episode of task {task} was assigned; '{self.suite.name}' has {self.suite.num_tasks}."
                 )
-        self._assigned = list(episodes)
+        self._assigned = list(episodes), self.horizon if max_steps is None else max_steps
 
     def reset(self, seed: int | None = None) -> Observation:
         """Start the assigned episodes, or those of the split from number 0; the seed changes nothing."""
-        self._queue, self._assigned = self._assigned, None
+        self._queue, self._limit = self._assigned or (None, self.horizon)
+        self._assigned = None
         self._waiting = {}
         for number, (task, _) in enumerate(self._queue or []):
             self._waiting.setdefault(int(task) if self.suite.renders else 0, deque()).append(number)
@@ -235,7 +251,7 @@ class SuiteVecEnv(VecEnv):
             raise EnvError(f"step needs actions {list(wanted)}, got {list(action.shape)}.")
         chunks = action.detach().float().clamp(-1.0, 1.0).cpu().numpy().reshape(self.num_envs, self.chunk, -1)
         slots = np.flatnonzero((self._episode >= 0) & ~self._lost)
-        limits = np.minimum(self.chunk, self.horizon - self._elapsed[slots])
+        limits = np.minimum(self.chunk, self._limit - self._elapsed[slots])
         found, lost = self._call(self._workers.advance, slots.tolist(), chunks[slots], limits.tolist())
         self._lost[lost] = True
         ended = self._write(found)
@@ -262,7 +278,7 @@ class SuiteVecEnv(VecEnv):
             self._terminated[slots, 0] = solved
             metric["control_steps"][slots, 0] = taken
         self._reward[:] = metric["success"][:] = self._terminated
-        over = idle | self._lost | (self._elapsed >= self.horizon)
+        over = idle | self._lost | (self._elapsed >= self._limit)
         self._truncated[:, 0] = over & ~self._terminated[:, 0]
         return over | self._terminated[:, 0]
 
@@ -382,6 +398,15 @@ class SuiteVecEnv(VecEnv):
         if self._episode[index] < 0:
             raise EnvError(f"There is nothing to draw: environment {index} runs no episode.")
         return self._workers.picture(index)
+
+    def release(self) -> None:
+        """Close the simulators and end the workers; the next ``reset`` starts others. What runs ends here."""
+        self._released = self.created, self.seconds_creating, self.replaced
+        if self._started is not None:
+            self._started.close()
+        self._started, self._was_reset, self._queue, self._waiting = None, False, None, {}
+        self._episode.fill(-1)
+        self._task.fill(-1)
 
     def close(self) -> None:
         """Close the simulators and end the workers."""

@@ -16,13 +16,14 @@ def leave_one_out(returns: Tensor, group: Tensor) -> Tensor:
         group: whole numbers ``[E]``; episodes with the same one are compared. Groups may differ in size.
 
     Returns:
-        Advantages ``[E]``; those of a group sum to zero. An episode alone in its group has nothing to be compared with
-        and gets 0.
+        Advantages ``[E]``; those of a group sum to zero, and are exactly 0 where its returns are equal. An episode
+        alone in its group has nothing to be compared with and gets 0.
     """
     _, index = torch.unique(group, return_inverse=True)
-    size, total = _group_sums(torch.stack((torch.ones_like(returns), returns)), index)
+    above = _above_worst(returns, index)
+    size, total = _group_sums(torch.stack((torch.ones_like(above), above)), index)
     others = size[index] - 1.0
-    return torch.where(others > 0, returns - (total[index] - returns) / others.clamp_min(1.0), 0.0)
+    return torch.where(others > 0, above - (total[index] - above) / others.clamp_min(1.0), 0.0)
 
 
 def group_std(returns: Tensor, group: Tensor) -> Tensor:
@@ -38,11 +39,18 @@ def group_std(returns: Tensor, group: Tensor) -> Tensor:
         ``[E]``; 0 for an episode alone in its group.
     """
     _, index = torch.unique(group, return_inverse=True)
-    size, total = _group_sums(torch.stack((torch.ones_like(returns), returns)), index)
-    centred = returns - (total / size.clamp_min(1.0))[index]
+    above = _above_worst(returns, index)
+    size, total = _group_sums(torch.stack((torch.ones_like(above), above)), index)
+    centred = above - (total / size.clamp_min(1.0))[index]
     square = _group_sums(centred.square().unsqueeze(0), index)[0]
     std: Tensor = (square / (size - 1.0).clamp_min(1.0)).sqrt()
     return std[index]
+
+
+def _above_worst(returns: Tensor, index: Tensor) -> Tensor:
+    """Return how far each return lies above the lowest of its group: a sum of equal returns would be rounded."""
+    lowest = torch.empty_like(returns).scatter_reduce_(0, index, returns, "amin", include_self=False)
+    return returns - lowest[index]
 
 
 def _group_sums(values: Tensor, index: Tensor) -> Tensor:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 
 class Logger(ABC):
     """Receives numbers by name. ``values`` always holds ``iteration`` and ``total_steps``."""
+
+    shows_stages: ClassVar[bool] = False
+    """Whether it also follows what a run does before its first iteration, such as imitation, from 0 to 1 on its own."""
 
     @abstractmethod
     def log(self, values: Mapping[str, float]) -> None:

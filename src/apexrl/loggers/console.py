@@ -22,6 +22,8 @@ _SHOWN = {
 class ConsoleLogger(Logger):
     """Shows iteration, speed, return, success and time left."""
 
+    shows_stages = True
+
     def __init__(self, console: Console | None = None, seconds_between_lines: float = 5.0) -> None:
         self.console = console or Console()
         self.seconds_between_lines = seconds_between_lines
@@ -59,10 +61,12 @@ class ConsoleLogger(Logger):
         (self.bar.console if self.bar else self.console).print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the bar as it is and free the terminal."""
+        """Leave the bar as it is and free the terminal; what follows is shown from its own beginning."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
+        self.first_done, self.last_line = None, -float("inf")
+        self.seen.clear()
 
     def _status(self) -> str:
         parts = [f"iteration {int(self.seen['iteration'])}"]

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from apexrl.errors import ConfigError
-from apexrl.models.distributions import DiagGaussian, Distribution, MultiCategorical, SquashedGaussian
+from apexrl.models.distributions import (
+    DiagGaussian,
+    Distribution,
+    MultiCategorical,
+    SquashedGaussian,
+    StateDependentGaussian,
+    bounded,
+)
 from apexrl.models.encoder import ObservationEncoder, linear, mlp
 from apexrl.types import Observation
 
@@ -23,11 +30,12 @@ class ActionHead(nn.Module):
     """From features to a distribution over an action space.
 
     Standard deviations are ``exp`` of a bounded logarithm, so they are positive and finite by construction. The bound
-    passes gradients through, so a logarithm that reached it can come back.
+    passes gradients inwards only, so a logarithm that reached it stays near and can come back.
     """
 
     low: Tensor
     high: Tensor
+    log_std: nn.Parameter | None
 
     def __init__(
         self,
@@ -39,6 +47,8 @@ class ActionHead(nn.Module):
         state_dependent_std: bool = False,
         min_std: float = 1e-3,
         max_std: float = 10.0,
+        gsde: bool = False,
+        gsde_interval: int = 4,
     ) -> None:
         super().__init__()
         if not 0.0 < min_std <= init_std <= max_std:
@@ -49,20 +59,27 @@ class ActionHead(nn.Module):
         self.log_std_bounds = (math.log(min_std), math.log(max_std))
         self.sizes = choice_sizes(action_space)
         self.distribution = self._resolve(distribution, action_space)
+        self.init_std, self.log_std = init_std, None
+        self.gsde_interval = gsde_interval if gsde else None
+        if gsde and (self.distribution != "gaussian" or state_dependent_std):
+            raise ConfigError(
+                "policy.gsde needs policy.distribution gaussian and policy.state_dependent_std false, got "
+                f"{self.distribution} and {state_dependent_std}."
+            )
         if self.sizes is not None:
             self.head = linear(num_features, sum(self.sizes), gain=0.01)
             return
         assert isinstance(action_space, gym.spaces.Box)
         num_actions = int(np.prod(action_space.shape))
         self.num_actions = num_actions
-        self.log_std: nn.Parameter | None = None
         if state_dependent_std:
             self.head = linear(num_features, 2 * num_actions, gain=0.01)
             with torch.no_grad():
                 self.head.bias[num_actions:] = math.log(init_std)
         else:
             self.head = linear(num_features, num_actions, gain=0.01)
-            self.log_std = nn.Parameter(torch.full((num_actions,), math.log(init_std)))
+            shape = (num_features, num_actions) if gsde else (num_actions,)
+            self.log_std = nn.Parameter(torch.full(shape, math.log(init_std)))
         if self.distribution == "squashed_gaussian":
             self.register_buffer("low", torch.as_tensor(action_space.low, dtype=torch.float32).flatten())
             self.register_buffer("high", torch.as_tensor(action_space.high, dtype=torch.float32).flatten())
@@ -73,11 +90,18 @@ class ActionHead(nn.Module):
         if self.sizes is not None:
             return MultiCategorical(out, self.sizes)
         mean, log_std = (out, self.log_std) if self.log_std is not None else out.chunk(2, dim=-1)
-        bounded = log_std.clamp(*self.log_std_bounds)
-        log_std = log_std + (bounded - log_std).detach() if torch.is_grad_enabled() else bounded
+        log_std = bounded(log_std, *self.log_std_bounds)
         if self.distribution == "squashed_gaussian":
             return SquashedGaussian(mean, log_std, self.low, self.high)
+        if self.gsde_interval is not None:
+            return StateDependentGaussian(mean, log_std, features, self.gsde_interval)
         return DiagGaussian(mean, log_std)
+
+    @torch.no_grad()
+    def limit_log_std(self, low: float, high: float) -> None:
+        """Bring the parameter log σ between two numbers."""
+        assert self.log_std is not None
+        self.log_std.clamp_(low, high)
 
     def _resolve(self, wanted: DistributionName, action_space: gym.Space[Any]) -> str:
         if self.sizes is not None:
@@ -131,6 +155,8 @@ class MLPActor(nn.Module):
         state_dependent_std: bool = False,
         min_std: float = 1e-3,
         max_std: float = 10.0,
+        gsde: bool = False,
+        gsde_interval: int = 4,
     ) -> None:
         super().__init__()
         self.encoder = ObservationEncoder(observation_space, groups)
@@ -143,6 +169,8 @@ class MLPActor(nn.Module):
             state_dependent_std=state_dependent_std,
             min_std=min_std,
             max_std=max_std,
+            gsde=gsde,
+            gsde_interval=gsde_interval,
         )
 
     def forward(self, obs: Observation) -> Distribution:

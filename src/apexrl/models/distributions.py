@@ -7,13 +7,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
+
+
+def bounded(x: Tensor, low: float, high: float) -> Tensor:
+    """Clamp, with gradients that only ever lead inwards.
+
+    At or beyond a bound, descent along a gradient that points outwards would move ``x`` without effect, and as long a
+    way back; one that points inwards passes, so that ``x`` can leave the bound at once.
+    """
+    if not torch.is_grad_enabled():
+        return x.clamp(low, high)
+    clamped: Tensor = _Bounded.apply(x, low, high)  # type: ignore[no-untyped-call]
+    return clamped
+
+
+class _Bounded(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, low: float, high: float) -> Tensor:
+        return x.clamp(low, high)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+        _, ctx.low, ctx.high = inputs
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (clamped,) = ctx.saved_tensors
+        # A step against the gradient that the bounds would take back leads outwards.
+        leads_inwards = (clamped - gradient.sign()).clamp(ctx.low, ctx.high) != clamped
+        return torch.where(leads_inwards, gradient, 0.0), None, None
 
 
 class Distribution(Protocol):
@@ -59,12 +89,44 @@ class DiagGaussian:
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Density of an action."""
+        return self.elements(action).sum(-1, keepdim=True)
+
+    def elements(self, action: Tensor) -> Tensor:
+        """Density of each dimension."""
         z = (action - self.mean) / self.std
-        return (-0.5 * z.square() - self.log_std - LOG_SQRT_2PI).sum(-1, keepdim=True)
+        return -0.5 * z.square() - self.log_std - LOG_SQRT_2PI
 
     def entropy(self) -> Tensor:
         """Σ_i ½ + ½ log 2π + log σ_i."""
         return (0.5 + LOG_SQRT_2PI + self.log_std).sum(-1, keepdim=True)
+
+
+class StateDependentGaussian(DiagGaussian):
+    """Normal distributions whose noise is a linear function of the features (gSDE, Raffin et al. 2021).
+
+    a = μ + φᵀ (σ ⊙ ε),  ε ~ N(0, 1)  [F, A]:  while ε stays the same, so does the noise in the same state. Over ε,
+
+    a_i ~ N(μ_i, Σ_j φ_j² σ_ji²),  which is the density of ``log_prob``.
+
+    Args:
+        mean: ``[..., A]``.
+        log_std: log σ of the noise's weights, ``[F, A]``.
+        features: φ, ``[..., F]``; no gradient passes into them, which would teach the network how loud to be.
+        interval: steps for which ε stays the same; 0 for the whole episode.
+    """
+
+    def __init__(self, mean: Tensor, log_std: Tensor, features: Tensor, interval: int) -> None:
+        self.features, self.weight_std, self.interval = features.detach(), log_std.exp(), interval
+        variance = self.features.square() @ self.weight_std.square()
+        super().__init__(mean, 0.5 * (variance + 1e-6).log())
+
+    def sample(self) -> Tensor:
+        """Draw with an ε of its own for each row."""
+        return self.sample_with(self.mean.new_empty(*self.mean.shape[:-1], *self.weight_std.shape).normal_())
+
+    def sample_with(self, noise: Tensor) -> Tensor:
+        """Return the actions for ε ``[..., F, A]``."""
+        return self.mean + (self.features.unsqueeze(-1) * (self.weight_std * noise)).sum(-2)
 
 
 class SquashedGaussian:
@@ -72,7 +134,8 @@ class SquashedGaussian:
 
     log π(a) = log N(u) − Σ_i log(scale_i (1 − tanh² u_i))
 
-    ``log_prob`` inverts the squashing also for its own samples, so a stored action gets the same value again.
+    ``log_prob`` inverts the squashing. Near the bounds, where float32 rounds ``tanh`` to ±1, u is lost: who learns
+    from stored actions stores u as well, and asks ``log_prob_before_tanh``.
     """
 
     def __init__(self, mean: Tensor, log_std: Tensor, low: Tensor, high: Tensor) -> None:
@@ -83,35 +146,40 @@ class SquashedGaussian:
     @property
     def mode(self) -> Tensor:
         """The squashed mean."""
-        return self._squash(self.base.mean)
+        return self.squash(self.base.mean)
 
     def sample(self) -> Tensor:
         """Draw with gradients through mean and standard deviation."""
-        return self._squash(self.base.sample())
+        return self.squash(self.base.sample())
 
     def sample_or_uniform(self, uniformly: Tensor) -> Tensor:
         """Draw, or where ``uniformly`` draw any action within the bounds alike, from the same random numbers."""
         u = self.base.sample()
         # A standard normal number lies below z with probability (1 + erf(z / √2)) / 2: erf is uniform in [−1, 1].
         unit = torch.erf((u - self.base.mean) / (math.sqrt(2.0) * self.base.std))
-        return torch.where(uniformly, self.centre + self.scale * unit, self._squash(u))
+        return torch.where(uniformly, self.centre + self.scale * unit, self.squash(u))
 
     def sample_with_log_prob(self) -> tuple[Tensor, Tensor]:
         """Draw with gradients, and return the log-probability of the draw without inverting the squashing."""
         u = self.base.sample()
-        return self._squash(u), self.base.log_prob(u) - self._log_slope(u)
+        return self.squash(u), self.log_prob_before_tanh(u)
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Density of an action inside the bounds."""
         limit = 1.0 - 1e-6  # atanh is infinite at the bounds, which float32 tanh reaches
         u = torch.atanh(((action - self.centre) / self.scale).clamp(-limit, limit))
+        return self.log_prob_before_tanh(u)
+
+    def log_prob_before_tanh(self, u: Tensor) -> Tensor:
+        """Density of the action for u, exact however far u is from 0."""
         return self.base.log_prob(u) - self._log_slope(u)
 
     def entropy(self) -> Tensor:
         """One-sample estimate ``H(base) + Σ log(scale (1 − tanh² u))``: there is no closed form."""
         return self.base.entropy() + self._log_slope(self.base.sample())
 
-    def _squash(self, u: Tensor) -> Tensor:
+    def squash(self, u: Tensor) -> Tensor:
+        """Return the action for u ``[..., A]``."""
         return self.centre + self.scale * u.tanh()
 
     def _log_slope(self, u: Tensor) -> Tensor:

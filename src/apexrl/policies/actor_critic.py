@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from apexrl.models import Distribution, MLPActor, MLPCritic, ObservationNormalizer
 from apexrl.policies.base import Policy
-from apexrl.types import ACTION, OBSERVATION, SAMPLE_LOG_PROB, Carry, Evaluation, Observation, PolicyOutput
+from apexrl.policies.exploration import explore, initial_noise, stored_log_prob
+from apexrl.types import OBSERVATION, Carry, Evaluation, Observation, PolicyOutput
 
 
 class ActorCritic(Policy):
@@ -38,7 +39,7 @@ class ActorCritic(Policy):
         critic_cfg: Mapping[str, Any] | None = None,
         normalize_obs: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(observation_space, action_space)
         self.actor = actor_class(observation_space, action_space, **(actor_cfg or {}))
         self.critic = critic_class(observation_space, **(critic_cfg or {}))
         self.normalizer = ObservationNormalizer(observation_space) if normalize_obs else None
@@ -65,14 +66,16 @@ class ActorCritic(Policy):
         value: Tensor = self.critic(self.normalized(obs))
         return value
 
+    def initial_state(self, num_envs: int) -> dict[str, Tensor]:
+        """Return the noise of gSDE, where the actor explores so."""
+        return initial_noise(getattr(self.actor, "action_head", self.actor), num_envs)
+
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
         """Act without the critic, which runs once, batched, after the rollout."""
-        distribution = self.distribution(carry[OBSERVATION])
-        action = distribution.mode if deterministic else distribution.sample()
-        return {ACTION: action, SAMPLE_LOG_PROB: distribution.log_prob(action)}
+        return explore(self.distribution(carry[OBSERVATION]), carry, deterministic)
 
     def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
         """Evaluate stored actions, normalising the observations once."""
         obs = self.normalized(batch[OBSERVATION])
         distribution = self.actor(obs)
-        return Evaluation(distribution.log_prob(batch[ACTION]), distribution.entropy(), self.critic(obs))
+        return Evaluation(stored_log_prob(distribution, batch), distribution.entropy(), self.critic(obs))

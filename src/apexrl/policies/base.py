@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, Self
 
 import gymnasium as gym
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.models import ObservationNormalizer
+from apexrl.errors import ConfigError
+from apexrl.models import Distribution, ObservationNormalizer
+from apexrl.models.encoder import leaf_spaces
+from apexrl.policies.exploration import NOISE_KEYS
 from apexrl.types import (
     ACTION,
     NEXT_OBSERVATION,
@@ -41,19 +46,42 @@ class Policy(nn.Module, ABC):
 
     normalizer: ObservationNormalizer | None
     """Running statistics of the observations, for policies that normalise them."""
+    options: Mapping[str, Any] | None = None
+    """What ``for_env`` created the policy with; None where it was created otherwise."""
     sequential: bool = False
     """True when minibatches must keep whole sequences ``[T, n]`` (memory); False for shuffled samples ``[B]``."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, observation_space: gym.Space[Any] | None = None, action_space: gym.Space[Any] | None = None
+    ) -> None:
         super().__init__()
         self.normalizer = None
+        self.observation_space, self.action_space = observation_space, action_space
+        """Of the environments that it was made for; None when they are not known, and then not checked."""
 
     @classmethod
     def for_env(cls, env: HasSpaces, **options: Any) -> Self:
         """Make a policy for an environment's spaces; for classes whose constructor begins with the two spaces."""
         make: Any = cls
         policy: Self = make(env.observation_space, env.action_space, **options)
+        policy.observation_space, policy.action_space = env.observation_space, env.action_space
+        policy.options = options
         return policy
+
+    def check_fits(self, env: HasSpaces) -> None:
+        """Check that an environment has the observations and actions that the policy was made for.
+
+        Raises:
+            ConfigError: names both spaces when they differ in kind or shape; bounds may differ.
+        """
+        name, remedy = type(env).__name__, f"Make it for this environment: {type(self).__name__}.for_env(env)."
+        if self.observation_space is not None:
+            needed, given = (_shapes(space) for space in (self.observation_space, env.observation_space))
+            if not needed.items() <= given.items():
+                raise ConfigError(f"The policy was made for observations {needed}, but {name} has {given}. {remedy}")
+        ours, theirs = self.action_space, env.action_space
+        if ours is not None and (type(ours) is not type(theirs) or _choices(ours) != _choices(theirs)):
+            raise ConfigError(f"The policy was made for actions {ours}, but {name} takes {theirs}. {remedy}")
 
     @abstractmethod
     def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
@@ -68,18 +96,47 @@ class Policy(nn.Module, ABC):
         """Return the value of states, ``[..., 1]``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> PolicyOutput:
-        """``forward``, typed."""
-        output: PolicyOutput = super().__call__(*args, **kwargs)
-        return output
+        """``forward``, typed; a plain tuple becomes a ``PolicyOutput``."""
+        output = super().__call__(*args, **kwargs)
+        if not isinstance(output, tuple) or len(output) != 3:
+            found = f"{len(output)} values" if isinstance(output, tuple) else type(output).__name__
+            raise TypeError(f"{type(self).__name__}.forward must return (action, log_prob, value), got {found}.")
+        return PolicyOutput(*output)
+
+    @property
+    def has_value(self) -> bool:
+        """Whether ``get_value`` is learned; a policy without a critic says no."""
+        return True
+
+    @property
+    def extra_keys(self) -> tuple[str, ...]:
+        """What ``act`` returns besides action and log-probability, and ``evaluate`` needs back."""
+        return ()
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next(self.parameters()).device
+        """Where the parameters are, or else the buffers; the CPU where there are neither."""
+        tensors: Iterator[Tensor] = itertools.chain(self.parameters(), self.buffers(), [torch.empty(0)])
+        return next(tensors).device
 
     def initial_state(self, num_envs: int) -> dict[str, Tensor]:
         """Return what the policy carries between steps, as it is when an episode starts: all zeros."""
         return {}
+
+    def initial_memory(self, num_envs: int) -> dict[str, Tensor]:
+        """Return ``initial_state`` without noise: what ``evaluate`` and ``values`` read, and batches hold."""
+        state = self.initial_state(num_envs)
+        return {name: value for name, value in state.items() if name not in NOISE_KEYS}
+
+    def distribution(self, obs: Observation) -> Distribution:
+        """Return the action distribution, for policies that have one for observations alone."""
+        raise TypeError(
+            f"{type(self).__name__} has no action distribution for observations alone; use act(carry), evaluate(batch)."
+        )
+
+    def get_dist(self, obs: Observation) -> Distribution:
+        """Do the same as ``distribution``."""
+        return self.distribution(obs)
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
         """Act on a carry: returns ``action``, ``sample_log_prob`` and the next recurrent state."""
@@ -118,6 +175,16 @@ class Policy(nn.Module, ABC):
     def normalized(self, obs: Observation) -> Observation:
         """Normalise observations with the statistics as they are."""
         return obs if self.normalizer is None else self.normalizer(obs)
+
+
+def _shapes(space: gym.Space[Any]) -> dict[str, tuple[int, ...]]:
+    return {name: box.shape for name, box in leaf_spaces(space).items()}
+
+
+def _choices(space: Any) -> tuple[int, ...]:
+    """Return what tells two action spaces of one kind apart: the sizes of discrete ones, else the shape."""
+    sizes = getattr(space, "nvec", getattr(space, "n", space.shape))
+    return tuple(np.ravel(sizes).tolist())
 
 
 def open_ends(batch: TensorDict) -> tuple[Tensor, ...]:

@@ -14,12 +14,11 @@ from apexrl.models import Distribution, ObservationEncoder, ObservationNormalize
 from apexrl.models.actor import ActionHead
 from apexrl.models.encoder import linear, mlp
 from apexrl.policies.base import Policy, open_ends, shift
+from apexrl.policies.exploration import explore, initial_noise, stored_log_prob
 from apexrl.types import (
-    ACTION,
     DONE,
     NEXT_OBSERVATION,
     OBSERVATION,
-    SAMPLE_LOG_PROB,
     Carry,
     Evaluation,
     Observation,
@@ -34,6 +33,18 @@ class RecurrentActorCritic(Policy):
 
     ``forward``, ``evaluate_actions`` and ``get_value`` take single observations and start from an empty memory;
     ``act``, ``evaluate`` and ``values`` use the memory that the carry or the batch holds.
+
+    Args:
+        observation_space: of the environments.
+        action_space: of the environments.
+        hidden_dims: widths of the layers before the memory.
+        memory_dim: width of the memory.
+        activation: between the layers.
+        groups: observation groups that the memory sees; None for all but the privileged ones.
+        critic_groups: observation groups that the critic sees beside the memory, privileged ones too; None for none.
+        critic_hidden_dims: widths of the critic's layers; only with ``critic_groups``.
+        normalize_obs: normalise observations by running statistics.
+        head_options: of ``ActionHead``.
     """
 
     sequential = True
@@ -47,32 +58,41 @@ class RecurrentActorCritic(Policy):
         memory_dim: int = 64,
         activation: str = "tanh",
         groups: Sequence[str] | None = None,
+        critic_groups: Sequence[str] | None = None,
+        critic_hidden_dims: Sequence[int] = (64,),
         normalize_obs: bool = False,
         **head_options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(observation_space, action_space)
         self.memory_dim = memory_dim
         self.encoder = ObservationEncoder(observation_space, groups)
         self.trunk = mlp([self.encoder.num_features, *hidden_dims], activation)
         self.cell = nn.GRUCell([self.encoder.num_features, *hidden_dims][-1], memory_dim)
         self.action_head = ActionHead(memory_dim, action_space, **head_options)
-        self.value_head = linear(memory_dim, 1, gain=1.0)
+        self.critic_encoder: ObservationEncoder | None = None
+        self.value_head: nn.Module
+        if critic_groups is None:
+            self.value_head = linear(memory_dim, 1, gain=1.0)
+        else:
+            self.critic_encoder = ObservationEncoder(observation_space, critic_groups, privileged=True)
+            widths = [memory_dim + self.critic_encoder.num_features, *critic_hidden_dims]
+            self.value_head = nn.Sequential(mlp(widths, activation), linear(widths[-1], 1, gain=1.0))
         self.normalizer = ObservationNormalizer(observation_space) if normalize_obs else None
 
     def initial_state(self, num_envs: int) -> dict[str, Tensor]:
-        """Return an empty memory."""
-        return {HIDDEN: torch.zeros(num_envs, self.memory_dim, device=self.device)}
+        """Return an empty memory, and the noise of gSDE."""
+        hidden = torch.zeros(num_envs, self.memory_dim, device=self.device)
+        return {HIDDEN: hidden, **initial_noise(self.action_head, num_envs)}
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
         """Act and return the next memory."""
-        hidden = self._remember(self._features(carry[OBSERVATION]), carry[HIDDEN])
-        distribution: Distribution = self.action_head(hidden)
-        action = distribution.mode if deterministic else distribution.sample()
-        return {ACTION: action, SAMPLE_LOG_PROB: distribution.log_prob(action), HIDDEN: hidden}
+        hidden = self._remember(self._features(self.normalized(carry[OBSERVATION])), carry[HIDDEN])
+        return {**explore(self.action_head(hidden), carry, deterministic), HIDDEN: hidden}
 
     def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
         """Run through the sequences ``[T, n]`` from the memory at their first step."""
-        features = self._features(batch[OBSERVATION])
+        obs = self.normalized(batch[OBSERVATION])
+        features = self._features(obs)
         alive = (~batch[DONE]).to(features.dtype)
         hidden, memories = batch[HIDDEN][0], []
         for t in range(features.shape[0]):
@@ -81,45 +101,51 @@ class RecurrentActorCritic(Policy):
             hidden = hidden * alive[t]
         memory = torch.stack(memories)
         distribution: Distribution = self.action_head(memory)
-        return Evaluation(distribution.log_prob(batch[ACTION]), distribution.entropy(), self.value_head(memory))
+        return Evaluation(stored_log_prob(distribution, batch), distribution.entropy(), self._value(memory, obs))
 
     def values(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
         """Value every step from the memory stored with it: one batched step of the GRU, no loop."""
-        memory = self._remember(self._features(batch[OBSERVATION]), batch[HIDDEN])
-        value: Tensor = self.value_head(memory)
+        memory, value = self._remember_and_value(batch[OBSERVATION], batch[HIDDEN])
         if value.is_cuda:  # to count the rows would wait for the device
-            return value, self.value_head(self._remember(self._features(batch[NEXT_OBSERVATION]), memory))
+            return value, self._remember_and_value(batch[NEXT_OBSERVATION], memory)[1]
         rows = open_ends(batch)
         next_value = shift(value)
-        next_memory = self._remember(self._features(batch[NEXT_OBSERVATION][rows]), memory[rows])
-        next_value[rows] = self.value_head(next_memory)
+        _, next_value[rows] = self._remember_and_value(batch[NEXT_OBSERVATION][rows], memory[rows])
         return value, next_value
 
     def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
         """Act from an empty memory."""
-        memory = self._first_memory(obs)
+        memory, value = self._remember_and_value(obs)
         distribution: Distribution = self.action_head(memory)
         action = distribution.mode if deterministic else distribution.sample()
-        return PolicyOutput(action, distribution.log_prob(action), self.value_head(memory))
+        return PolicyOutput(action, distribution.log_prob(action), value)
 
     def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
         """Evaluate actions taken from an empty memory."""
-        distribution: Distribution = self.action_head(self._first_memory(obs))
+        distribution: Distribution = self.action_head(self._remember(self._features(self.normalized(obs))))
         return distribution.log_prob(action), distribution.entropy()
 
     def get_value(self, obs: Observation) -> Tensor:
         """Value states from an empty memory."""
-        value: Tensor = self.value_head(self._first_memory(obs))
-        return value
+        return self._remember_and_value(obs)[1]
 
     def _features(self, obs: Observation) -> Tensor:
-        features: Tensor = self.trunk(self.encoder(self.normalized(obs)))
+        features: Tensor = self.trunk(self.encoder(obs))
         return features
 
-    def _remember(self, features: Tensor, hidden: Tensor) -> Tensor:
-        flat: Tensor = self.cell(features.flatten(0, -2), hidden.flatten(0, -2))
+    def _remember(self, features: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Take one step of the GRU, from an empty memory when none is given."""
+        flat: Tensor = self.cell(features.flatten(0, -2), None if hidden is None else hidden.flatten(0, -2))
         return flat.reshape(*features.shape[:-1], -1)
 
-    def _first_memory(self, obs: Observation) -> Tensor:
-        features = self._features(obs)
-        return self._remember(features, features.new_zeros(*features.shape[:-1], self.memory_dim))
+    def _value(self, memory: Tensor, obs: Observation) -> Tensor:
+        """Value states from the memory and, of normalised observations, the groups that the critic sees."""
+        if self.critic_encoder is not None:
+            memory = torch.cat((memory, self.critic_encoder(obs)), dim=-1)
+        value: Tensor = self.value_head(memory)
+        return value
+
+    def _remember_and_value(self, obs: Observation, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        obs = self.normalized(obs)
+        memory = self._remember(self._features(obs), hidden)
+        return memory, self._value(memory, obs)

@@ -16,8 +16,8 @@ from apexrl.models import Distribution, MLPCritic, ObservationNormalizer
 from apexrl.models.actor import ActionHead, choice_sizes
 from apexrl.models.encoder import ObservationEncoder, is_picture, leaf_spaces, leaves, linear, mlp, select_groups
 from apexrl.policies.base import HasSpaces, Policy
+from apexrl.policies.exploration import explore, stored_log_prob
 from apexrl.types import (
-    ACTION,
     CMD_KEY,
     OBJECT_KEY,
     OBS_KEY,
@@ -25,7 +25,6 @@ from apexrl.types import (
     OBSERVATION,
     PRIV_FEATURE_KEY,
     PRIV_PRED_KEY,
-    SAMPLE_LOG_PROB,
     Carry,
     Evaluation,
     Observation,
@@ -185,8 +184,7 @@ class _View(Policy):
         obs = self.normalized(carry[OBSERVATION])
         latent = self.latent(obs)
         distribution: Distribution = self.actor(obs, latent)
-        action = distribution.mode if deterministic else distribution.sample()
-        return {ACTION: action, SAMPLE_LOG_PROB: distribution.log_prob(action), self.latent_key: latent}
+        return {**explore(distribution, carry, deterministic), self.latent_key: latent}
 
     def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
         """Return action, log-probability and value; the value needs the privileged groups."""
@@ -204,7 +202,7 @@ class _View(Policy):
         """Evaluate stored actions, normalising the observations once."""
         obs = self.normalized(batch[OBSERVATION])
         distribution = self._distribution(obs)
-        return Evaluation(distribution.log_prob(batch[ACTION]), distribution.entropy(), self.critic(obs))
+        return Evaluation(stored_log_prob(distribution, batch), distribution.entropy(), self.critic(obs))
 
     def get_value(self, obs: Observation) -> Tensor:
         """Return the value of states, which needs the privileged groups."""
@@ -251,7 +249,7 @@ class ROAPolicy(Policy):
         head_options: Mapping[str, Any] | None = None,
         normalize_obs: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(observation_space, action_space)
         groups = list(observation_space.spaces) if isinstance(observation_space, gym.spaces.Dict) else []
         if not isinstance(observation_space, gym.spaces.Dict) or not {OBS_KEY, OBS_PRIV_KEY} <= set(groups):
             raise ConfigError(
@@ -339,6 +337,10 @@ class ROAPolicy(Policy):
         except (KeyError, IndexError, RuntimeError):
             self._check_groups(carry[OBSERVATION])  # only now: looking first would take time at every step
             raise
+
+    def distribution(self, obs: Observation) -> Distribution:
+        """Return the student's action distribution."""
+        return self.student.distribution(obs)
 
     def _check_groups(self, obs: Observation) -> None:
         """Raise when the student cannot see what it needs."""

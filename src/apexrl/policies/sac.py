@@ -47,7 +47,7 @@ class SACPolicy(Policy):
         critic_cfg: Mapping[str, Any] | None = None,
         normalize_obs: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(observation_space, action_space)
         if not isinstance(action_space, gym.spaces.Box) or not _has_width(action_space):
             raise ConfigError(f"SAC needs a Box of actions with bounds on every side, got {action_space}; use PPO.")
         actor_options = {"hidden_dims": (256, 256), "activation": "relu", **(actor_cfg or {})}

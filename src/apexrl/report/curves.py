@@ -9,15 +9,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from apexrl.intervals import wilson_interval
-from apexrl.records import LARGEST, Estimate
+from apexrl.intervals import mean_interval, wilson_interval
+from apexrl.records import LARGEST, Estimate, is_rate
 from apexrl.report.runs import Group, Run, last
 
 Array = NDArray[np.float64]
 Points = tuple[Array, Array]
 """Places on the axis and values, both ``[P]``."""
 Axis = Literal["total_steps", "iteration"]
-NUM_RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def common_axis(runs: Sequence[Run]) -> Axis:
 def training_curve(group: Group, name: str, axis: Axis, most: int) -> Curve:
     """Return what ``metrics.jsonl`` has under a name, at most so many points of every run."""
     found = [_logged(run, name, axis) for run in group.runs]
-    return summarize([thin(points, most) for points in found if len(points[0])])
+    return summarize([thin(points, most) for points in found if len(points[0])], is_rate(name))
 
 
 def _logged(run: Run, name: str, axis: Axis) -> Points:
@@ -56,7 +55,8 @@ def evaluation_curve(group: Group, name: str, axis: Axis) -> Curve:
     """Return the evaluations of an episode field; for one run with the intervals that were recorded."""
     found = [entries for run in group.runs if (entries := _evaluated(run, name, axis))]
     means = [np.array([entry.mean for entry in entries.values()]) for entries in found]
-    curve = summarize([(np.array(list(entries), float), mean) for entries, mean in zip(found, means, strict=True)])
+    points = [(np.array(list(entries), float), mean) for entries, mean in zip(found, means, strict=True)]
+    curve = summarize(points, is_rate(name))
     if len(found) != 1:
         return curve
     low, high = np.array([(entry.low, entry.high) for entry in found[0].values()]).T
@@ -80,8 +80,8 @@ def thin(points: Points, most: int) -> Points:
     return np.add.reduceat(places, starts[:-1]) / sizes, np.add.reduceat(values, starts[:-1]) / sizes
 
 
-def summarize(runs: Sequence[Points]) -> Curve:
-    """Return the mean over runs and the interval of it, where every run has values."""
+def summarize(runs: Sequence[Points], is_rate: bool = False) -> Curve:
+    """Return the mean over runs and the interval of it, where every run has values; of a rate within 0 and 1."""
     if not runs:
         return Curve([], (np.empty(0), np.empty(0)), None)
     if len(runs) == 1:
@@ -92,29 +92,27 @@ def summarize(runs: Sequence[Points]) -> Curve:
     longest = max((places for places, _ in runs), key=len)
     grid = np.unique(np.clip(longest, begin, end))
     table = np.stack([np.interp(grid, places, values) for places, values in runs])
-    return Curve(list(runs), (grid, table.mean(0)), mean_interval(table))
+    return Curve(list(runs), (grid, table.mean(0)), _interval(table, is_rate))
 
 
-def mean_interval(table: Array) -> tuple[Array, Array]:
-    """Return the 95 % interval of the mean over rows: percentile bootstrap over the rows of ``[S, P]``."""
-    num_rows = len(table)
-    drawn = np.random.default_rng(0).multinomial(num_rows, np.full(num_rows, 1 / num_rows), NUM_RESAMPLES)
-    low, high = np.quantile(drawn @ table / num_rows, [0.025, 0.975], axis=0)
-    return low, high
+def _interval(table: Array, is_rate: bool) -> tuple[Array, Array]:
+    """Return the 95 % interval of the mean over the runs of ``[S, P]``."""
+    low, high = mean_interval(table)
+    return (np.maximum(low, 0.0), np.minimum(high, 1.0)) if is_rate else (low, high)
 
 
 def final_estimate(group: Group, name: str) -> Estimate | None:
     """Sum up the last evaluation of every run.
 
     One run gives the interval that its evaluation recorded, which covers the draw of episodes; several give the
-    bootstrap interval over the runs, which covers the draw of seeds.
+    Student's t interval over the runs, which covers the draw of seeds.
     """
     finals = [run.evaluations[-1].fields for run in group.runs if run.evaluations]
     known = [fields[name] for fields in finals if name in fields]
     if len(known) < 2:
         return known[0] if known else None
     means = np.array([[entry.mean] for entry in known])
-    low, high = mean_interval(means)
+    low, high = _interval(means, is_rate(name))
     return Estimate(float(means.mean()), float(low[0]), float(high[0]))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from apexrl.errors import ConfigError
 from apexrl.files import replace_text
+from apexrl.intervals import FEWEST
 from apexrl.provenance import provenance
 from apexrl.records import Evaluation
 from apexrl.report import figures
@@ -121,7 +122,7 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
         "pinned": [
             _pinned(result, index) for index, group in enumerate(groups) for run in group.runs for result in run.pinned
         ],
-        "notes": [(str(run.path), note) for run in runs for note in run.notes],
+        "notes": [*_few_seeds(groups), *((str(run.path), note) for run in runs for note in run.notes)],
         "panels": [plots.add(title, figure) for title, figure in figures.main_panels(groups, axis).items()],
         "more": [
             (prefix, [plots.add(name, figure) for name, figure in panels.items()])
@@ -146,6 +147,15 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
     styles = [{"color": group["color"], "dash": group["dash"]} for group in content["groups"]]
     content["data"] = {"groups": styles, "figures": plots.figures}
     return content
+
+
+def _few_seeds(groups: Sequence[Group]) -> list[tuple[str, str]]:
+    """Return a note about every configuration whose intervals rest on few seeds."""
+    return [
+        (group.name, f"The intervals of {len(group.runs)} seeds are unreliable: use at least {FEWEST} seeds.")
+        for group in groups
+        if 1 < len(group.runs) < FEWEST
+    ]
 
 
 class _Plots:

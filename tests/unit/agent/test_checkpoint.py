@@ -19,7 +19,7 @@ from apexrl.migrations import CHECKPOINT_FORMAT
 
 def content(**changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {key: {} for key in checkpoint.KEYS}
-    return {**values, "iteration": 3, "total_steps": 30, "num_evaluations": 0, **changes}
+    return {**values, "iteration": 3, "total_steps": 30, "num_evaluations": 0, "optimizer_steps": 4, **changes}
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
@@ -156,6 +156,7 @@ def test_numbered_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
         "iteration_000009.pt",
         "iteration_1000000.pt",
         "best.pt",
+        "iteration_12.pt",
         ".iteration_000011.pt.part",
     ]
     for name in names:

@@ -9,19 +9,23 @@ import signal
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from tests.scripted import ScriptedEnv
 from torch import Tensor
 
 from apexrl.agent import Trainer, TrainingConfig, checkpoint
-from apexrl.algorithms import PPO, PPOConfig
-from apexrl.envs import VecEnv, make_env
+from apexrl.agent.callbacks import EVENTS
+from apexrl.algorithms import PPO, SAC, PPOConfig, SACConfig
+from apexrl.collectors import AsyncCollector
+from apexrl.envs import GymVecEnv, VecEnv, make_env
 from apexrl.errors import CheckpointError, ConfigError, DivergenceError, EnvError
 from apexrl.loggers import Logger, read_json_lines
-from apexrl.policies import ActorCritic
+from apexrl.policies import ActorCritic, SACPolicy
 from apexrl.types import EnvStep
 
 
@@ -41,6 +45,27 @@ class Memory(Logger):
 
     def message(self, text: str) -> None:
         self.messages.append(text)
+
+
+class RareSuccess(gym.Env[Any, Any]):
+    """Episodes of three steps, of which about three in ten end with ``is_success`` in info; the others say nothing."""
+
+    observation_space = action_space = gym.spaces.Box(-1.0, 1.0, (1,))
+    wins: ClassVar[list[bool]] = []
+    """Of every episode that ended in this process, whether it succeeded."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.time, self.succeeds = 0, bool(self.np_random.random() < 0.3)
+        return self.np_random.uniform(-1.0, 1.0, 1).astype(np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.time += 1
+        ends = self.time == 3
+        if ends:
+            RareSuccess.wins.append(self.succeeds)
+        info = {"is_success": True} if ends and self.succeeds else {}
+        return np.full(1, self.time / 3, np.float32), 1.0, ends, False, info
 
 
 class NanRewardEnv(ScriptedEnv):
@@ -152,14 +177,83 @@ def test_learning_can_count_iterations_instead_of_steps() -> None:
     assert [done for _, done in memory.steps] == [0.25, 0.5, 0.75, 1.0]
 
 
+def test_optimizer_steps_are_counted_over_a_resume(tmp_path: Path) -> None:
+    trainer, memory = make_trainer(scripted(), save_dir=tmp_path)
+    trainer.learn(16)
+    # Two iterations of two epochs with two minibatches each.
+    assert trainer.optimizer_steps == 8
+    resumed, _ = make_trainer(scripted(), save_dir=tmp_path)
+    resumed.load_checkpoint(checkpoint.checkpoint_name(2))
+    resumed.learn(24)
+    assert resumed.optimizer_steps == 12
+    assert memory.messages == []
+
+
+def test_a_run_without_an_optimizer_step_says_so_at_its_end() -> None:
+    env, memory = make_env("pendulum", 2), Memory()
+    policy = SACPolicy.for_env(env)
+    algorithm = SAC(policy=policy, cfg=SACConfig(num_steps=4, learning_starts=1000))
+    trainer = Trainer(env, policy, algorithm, loggers=[memory])
+    trainer.learn(16)
+    warning = memory.messages[-1]
+    assert warning == trainer.no_step_warning()
+    assert warning.startswith("WARNING: nothing was learned. The optimizer took no step in 2 iterations")
+    assert "algo.learning_starts" in warning
+
+
+def test_an_algorithm_that_does_not_report_its_steps_is_not_accused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PPO, "update", lambda *_: {})
+    trainer, memory = make_trainer(scripted())
+    trainer.learn(16)
+    assert trainer.optimizer_steps is None
+    assert memory.messages == []
+
+
 def test_log_interval_skips_lines_but_no_episodes() -> None:
-    # Environment 0 earns 6 every three steps, environment 1 earns 10 every four: by step 8 that is 6, 6, 10 and 10.
-    trainer, memory = make_trainer(scripted(), log_interval=2)
+    # Environment 0 earns 6 every three steps, environment 1 earns 10 every four: in steps 5 to 12 that is 6, 6, 6, 10
+    # and 10.
+    trainer, memory = make_trainer(scripted(), log_interval=3)
     trainer.learn(40)
-    assert [line["iteration"] for line in memory.lines] == [2, 4]
-    assert memory.lines[0]["rollout/return"] == 8.0
-    assert memory.lines[0]["rollout/episode_len"] == 3.5
+    assert [line["iteration"] for line in memory.lines] == [1, 3, 5]  # the first and the last too
+    assert memory.lines[1]["rollout/return"] == pytest.approx(7.6)
+    assert memory.lines[1]["rollout/episode_len"] == pytest.approx(17 / 5)
     assert len(memory.steps) == 5  # progress is shown every iteration
+
+
+def test_the_first_and_the_last_iteration_are_logged_whatever_the_interval() -> None:
+    trainer, memory = make_trainer(scripted(), log_interval=100)
+    trainer.learn(24)
+    trainer.learn(48)
+    assert [line["iteration"] for line in memory.lines] == [1, 3, 6]
+
+
+def test_learning_for_no_steps_does_nothing_and_for_a_negative_number_is_an_error(tmp_path: Path) -> None:
+    trainer, memory = make_trainer(scripted(), save_dir=tmp_path)
+    trainer.learn(0)
+    assert (trainer.iteration, memory.lines, names(tmp_path)) == (0, [], [])
+    with pytest.raises(ConfigError, match="total_timesteps must not be negative, got -5"):
+        trainer.learn(-5)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_callback_stops_training_after_its_iteration_which_is_logged_and_saved(event: str, tmp_path: Path) -> None:
+    trainer, memory = make_trainer(scripted(), log_interval=100, save_dir=tmp_path)
+    calls = 0
+
+    def handler(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            trainer.stop()
+
+    trainer.add_callback(event, handler)
+    trainer.stop()  # nothing runs, so nothing is stopped
+    trainer.learn(800)
+    assert (trainer.iteration, calls) == (3, 3)
+    assert [line["iteration"] for line in memory.lines] == [1, 3]
+    assert names(tmp_path) == [checkpoint.checkpoint_name(3)]
+    trainer.learn(32)  # and it can go on
+    assert trainer.iteration == 4
 
 
 def test_what_is_not_known_is_left_out_of_the_log() -> None:
@@ -228,6 +322,22 @@ def test_an_evaluation_is_recorded_with_its_place(tmp_path: Path) -> None:
     assert trainer.num_evaluations == 2
 
 
+def test_an_evaluation_reports_sampled_actions_beside_deterministic_ones(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    cfg = TrainingConfig(eval_interval=2, eval_episodes=3, eval_sampled=True)
+    trainer, memory = make_trainer(make_env("pendulum", 4), cfg, run_dir=tmp_path)
+    trainer.learn(32)
+    (record,) = read_json_lines(tmp_path / "evaluations.jsonl")
+    (line,) = (line for line in memory.lines if "eval/return" in line)
+    result = trainer.evaluate(3)
+    assert result.sampled is not None
+    assert float(result.sampled) == float(trainer.evaluate(3, deterministic=False)) != float(result)
+    for number, both in ((float(result), "return"), (float(result.sampled), "sampled_return")):
+        assert record[both] == line[f"eval/{both}"] == number
+    assert record["sampled_return_interval"] == list(result.sampled.interval("return"))
+    assert f"{float(result.sampled):.2f} with sampled actions" in str(result)
+
+
 def test_step_tables_are_numbered_by_evaluation(tmp_path: Path) -> None:
     cfg = TrainingConfig(eval_interval=1, eval_episodes=2, eval_num_envs=2)
     trainer, _ = make_trainer(scripted(), cfg, run_dir=tmp_path, save_step_csv=True)
@@ -294,6 +404,19 @@ def test_a_checkpoint_by_name_lies_in_save_dir_and_stays(tmp_path: Path) -> None
     trainer.save_checkpoint("best.pt")
     trainer.learn(32)
     assert names(tmp_path) == ["best.pt", checkpoint.checkpoint_name(4)]
+
+
+def test_only_checkpoints_that_were_saved_on_schedule_are_deleted(tmp_path: Path) -> None:
+    trainer, _ = make_trainer(scripted(), TrainingConfig(save_interval=1, keep_checkpoints=1), save_dir=tmp_path)
+    for iteration in (1, 2, 3):
+        (tmp_path / f"iteration_{iteration}.pt").write_text("somebody's own")
+    trainer.learn(16)
+    trainer.save_checkpoint("iteration_2.pt")
+    trainer.save_checkpoint()  # now asked for by name: it stays
+    trainer.learn(40)
+    ours = [checkpoint.checkpoint_name(2), checkpoint.checkpoint_name(5)]
+    assert names(tmp_path) == sorted([*ours, *(f"iteration_{iteration}.pt" for iteration in (1, 2, 3))])
+    assert (tmp_path / "iteration_1.pt").read_text() == "somebody's own"
 
 
 def test_a_loaded_checkpoint_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
@@ -436,3 +559,78 @@ def test_training_outside_the_main_thread_works() -> None:
     thread.start()
     thread.join(30)
     assert len(memory.lines) == 2
+
+
+# Metrics of Gymnasium that appear later, and events
+
+
+def rare_trainer(memory: Memory, num_steps: int = 5, **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    env = GymVecEnv([RareSuccess] * 3)
+    agent = PPO(env, PPOConfig(num_steps=num_steps, num_minibatches=1, num_epochs=1), device="cpu")
+    return Trainer(env, agent.policy, agent, loggers=[memory], **options)
+
+
+def test_a_success_in_info_that_only_some_episodes_report_is_logged_as_the_true_rate() -> None:
+    memory = Memory()
+    trainer = rare_trainer(memory, num_steps=20)
+    assert trainer.env.metric_specs == {}
+    for _ in range(3):
+        RareSuccess.wins.clear()
+        trainer.learn(trainer.total_steps + 60)
+        assert 0 < sum(RareSuccess.wins) < len(RareSuccess.wins)
+        assert memory.lines[-1]["rollout/success_rate"] == pytest.approx(np.mean(RareSuccess.wins))
+    result = trainer.evaluate(20)
+    assert len(result.episodes["success_once"]) == 20
+    assert 0.0 < result.logs()["eval/success_rate"] < 1.0
+    trainer.close()
+
+
+def test_an_evaluation_without_a_success_counts_zero_once_training_had_one() -> None:
+    trainer = rare_trainer(Memory())
+    trainer.eval_env = ScriptedEnvWithoutMetrics([3], [True])
+    assert "eval/success_rate" not in trainer.evaluate(2).logs()
+    trainer.learn(15 * 4)
+    assert trainer.evaluate(2).logs()["eval/success_rate"] == 0.0
+
+
+class ScriptedEnvWithoutMetrics(ScriptedEnv):
+    """Its observation is one number, as that of ``RareSuccess``."""
+
+    def __init__(self, lengths: list[int], truncates: list[bool]) -> None:
+        super().__init__(lengths, truncates)
+        self.observation_space = gym.spaces.Box(-1.0, 1.0, (1,))
+
+    def step(self, action: Tensor) -> EnvStep:
+        return super().step(action)._replace(metric={})
+
+    def _observe(self) -> Tensor:
+        return super()._observe()[:, :1]
+
+
+def test_a_resumed_run_knows_the_metrics_that_were_found_before(tmp_path: Path) -> None:
+    whole, resumed = Memory(), Memory()
+    options: dict[str, Any] = {"cfg": TrainingConfig(save_interval=1, keep_checkpoints=0), "save_dir": tmp_path}
+    trainer = rare_trainer(whole, **options)
+    trainer.learn(15 * 20)
+    # From where no success is reported for a while: its environments do not know the metric yet.
+    silent = next(i for i, line in enumerate(whole.lines) if line.get("rollout/success_rate") == 0.0)
+    trainer = rare_trainer(resumed, **options)
+    trainer.load_checkpoint(checkpoint.checkpoint_name(silent))
+    assert trainer.env.metric_specs == {}
+    trainer.learn(15 * 20)
+    names = [name for name in whole.lines[-1] if not name.startswith("time/")]
+    assert "rollout/success_rate" in names
+    before, after = ([[line[name] for name in names] for line in m.lines] for m in (whole, resumed))
+    assert after == before[silent:]
+
+
+def test_metrics_that_appear_later_are_logged_by_an_async_collector() -> None:
+    memory = Memory()
+    env = GymVecEnv([RareSuccess] * 3)
+    agent = PPO(env, PPOConfig(num_steps=5, num_minibatches=1, num_epochs=1), device="cpu")
+    collector = AsyncCollector(env, agent.policy, keep=agent.required_keys, seed=0)
+    trainer = Trainer(env, agent.policy, agent, collector=collector, loggers=[memory], log_interval=20)
+    trainer.learn(15 * 20)
+    trainer.close()
+    assert 0.0 < memory.lines[-1]["rollout/success_rate"] < 0.6

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from apexrl import PPO, SAC, ActorCritic, PPOConfig, SACConfig, SACPolicy, make_env
 from apexrl.models import RewardScaler, SquashedGaussian
+from apexrl.models.distributions import StateDependentGaussian
 
 sb3 = pytest.importorskip("stable_baselines3", reason="pip install 'apexrl[bench]'")
 
@@ -50,17 +51,19 @@ def ppo_weights(policy: Any) -> dict[str, Tensor]:
     return {**ours, "actor.action_head.log_std": theirs["log_std"].clone()}
 
 
-def test_a_ppo_update(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gsde", [False, True])
+def test_a_ppo_update(gsde: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, num_epochs, num_minibatches = 256, 3, 4
     model = sb3.PPO(
         "MlpPolicy", "Pendulum-v1", learning_rate=3e-4, n_steps=steps, batch_size=steps // num_minibatches,
         n_epochs=num_epochs, ent_coef=0.01, vf_coef=0.5, max_grad_norm=0.5, seed=0, device="cpu",
+        use_sde=gsde, sde_sample_freq=4, policy_kwargs={"log_std_init": -2.0 if gsde else 0.0},
     )  # fmt: skip
     _, callback = model._setup_learn(steps)
     model.collect_rollouts(model.env, callback, model.rollout_buffer, steps)
     buffer = model.rollout_buffer
     env = make_env("Pendulum-v1", 1)
-    policy = ActorCritic.for_env(env)
+    policy = ActorCritic.for_env(env, actor_cfg={"gsde": gsde})
     policy.load_state_dict(ppo_weights(model.policy))
     with torch.no_grad():
         last_value = model.policy.predict_values(torch.as_tensor(model._last_obs))
@@ -109,6 +112,25 @@ def test_a_ppo_update(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(batch["advantage"].flatten(), buffer.advantages.flatten(), atol=1e-4)
     assert gap(before, ppo_weights(model.policy)) > 1e-3
     assert gap(dict(policy.state_dict()), ppo_weights(model.policy)) < 1e-6
+
+
+def test_state_dependent_noise() -> None:
+    torch.manual_seed(0)
+    theirs = sb3.common.distributions.StateDependentNoiseDistribution(3, learn_features=False)
+    _, log_std = theirs.proba_distribution_net(latent_dim=5, latent_sde_dim=5, log_std_init=-1.0)
+    with torch.no_grad():
+        log_std += 0.3 * torch.randn(5, 3)
+    mean, features, action = torch.randn(7, 3), torch.randn(7, 5), torch.randn(7, 3)
+    theirs.proba_distribution(mean, log_std, features)
+    ours = StateDependentGaussian(mean, log_std, features, interval=4)
+    torch.testing.assert_close(ours.log_prob(action).squeeze(-1), theirs.log_prob(action))
+    torch.testing.assert_close(ours.entropy().squeeze(-1), theirs.entropy())
+    gradients = [torch.autograd.grad(d.log_prob(action).sum(), log_std)[0] for d in (ours, theirs)]
+    torch.testing.assert_close(*gradients)
+    # Their matrix is σ ⊙ ε of ours.
+    theirs.sample_weights(log_std, batch_size=7)
+    noise = theirs.exploration_matrices / log_std.exp()
+    torch.testing.assert_close(ours.sample_with(noise), theirs.sample())
 
 
 # SAC

@@ -1,20 +1,30 @@
 """Each option of PPO has a test that fails when the option is ignored."""
 
+import copy
+import itertools
 import math
 import re
 from typing import Any
 
+import gymnasium as gym
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from apexrl.algorithms import PPO, PPOConfig
+from apexrl.algorithms import PPO, PPOROA, PPOConfig
+from apexrl.algorithms.ppo import METRICS
 from apexrl.collectors import SyncCollector
-from apexrl.envs import make_env
+from apexrl.envs import VecEnv, make_env
 from apexrl.errors import ConfigError, DivergenceError
+from apexrl.evaluation import evaluate
 from apexrl.functional import gae
-from apexrl.policies import ActorCritic, RecurrentActorCritic
-from apexrl.types import Evaluation
+from apexrl.graphs import Acceleration
+from apexrl.models.actor import ActionHead
+from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic, SACPolicy
+from apexrl.types import Evaluation, PolicyOutput
+
+FALSE = torch.tensor(False)
 
 
 def setup(seed: int = 0, normalize_obs: bool = False, **options: Any) -> tuple[PPO, TensorDict]:
@@ -70,6 +80,7 @@ def test_the_ratio_is_one_in_the_first_minibatch_of_every_update(
         assert (ratio - 1).abs().max() < 1e-12
 
 
+@VecEnv.register
 class _Double:
     """Pendulum in double precision."""
 
@@ -154,20 +165,75 @@ def test_the_same_seed_gives_the_same_update() -> None:
 )
 def test_the_adaptive_rate_follows_the_divergence(desired: float, kl: float, factor: float) -> None:
     algorithm, _ = setup(schedule="adaptive", desired_kl=desired, learning_rate=1e-3)
-    algorithm._adapt_learning_rate(torch.tensor(kl), skip=torch.tensor(0.0))
+    algorithm._adapt_learning_rate(torch.tensor(kl), stops=FALSE, ignored=FALSE)
     assert math.isclose(algorithm.optimizer.learning_rate.item(), 1e-3 * factor, rel_tol=1e-5)
 
 
-def test_a_skipped_step_leaves_the_adaptive_rate_alone() -> None:
-    algorithm, _ = setup(schedule="adaptive", learning_rate=1e-3)
-    algorithm._adapt_learning_rate(torch.tensor(1.0), skip=torch.tensor(1.0))
-    assert math.isclose(algorithm.optimizer.learning_rate.item(), 1e-3, rel_tol=1e-6)
+@pytest.mark.parametrize(
+    ("divergences", "factors"),
+    [
+        # Before the first step nothing has moved, so the first minibatch says nothing; the others are near.
+        ([0.0, 1e-4, 1e-4], [1.0, 1.5, 2.25]),
+        # 1.5 · target_kl is 0.03: the third stops the update and lowers the rate, once.
+        ([0.0, 0.01, 0.05, 0.9, 0.9], [1.0, 1.0, 1 / 1.5, 1 / 1.5, 1 / 1.5]),
+        # What is not finite says nothing, nor does what comes after it.
+        ([0.0, 0.01, math.nan, 0.9], [1.0, 1.0, 1.0, 1.0]),
+        # A stop before the first step does not come from the rate.
+        ([0.9, 0.9], [1.0, 1.0]),
+    ],
+)
+def test_the_adaptive_rate_follows_minibatches_after_a_step_up_to_the_one_that_stops(
+    divergences: list[float], factors: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm, _ = setup(schedule="adaptive", learning_rate=1e-3, desired_kl=0.01, target_kl=0.02)
+    found = []
+    for kl in divergences:
+        metrics = torch.full((len(METRICS) - 1,), kl)
+        result = (metrics[0], metrics, torch.zeros_like(algorithm.optimizer.flat))
+        monkeypatch.setattr(algorithm, "_gradient", lambda _, result=result: result)
+        algorithm._step({})
+        found.append(algorithm.optimizer.learning_rate.item())
+    assert found == pytest.approx([1e-3 * factor for factor in factors], rel=1e-5)
+
+
+def test_a_stop_lowers_the_adaptive_rate_also_below_the_divergence_it_aims_at() -> None:
+    algorithm, _ = setup(schedule="adaptive", learning_rate=1e-3, desired_kl=0.1, target_kl=0.01)
+    algorithm._adapt_learning_rate(torch.tensor(0.02), stops=~FALSE, ignored=FALSE)
+    assert algorithm.optimizer.learning_rate.item() == pytest.approx(1e-3 / 1.5)
+
+
+def test_the_adaptive_rate_falls_again_with_target_kl() -> None:
+    torch.manual_seed(0)
+    env = make_env("lift", 16)
+    policy = ActorCritic.for_env(env)
+    cfg = PPOConfig(num_steps=32, schedule="adaptive", target_kl=0.01, learning_rate=1e-3)
+    algorithm = PPO(policy=policy, cfg=cfg)
+    collector = SyncCollector(env, policy, keep=PPO.required_keys, seed=0)
+    rates = [algorithm.update(collector.collect(32))["learning_rate"].item() for _ in range(15)]
+    assert any(after < before for before, after in itertools.pairwise(rates)), rates
+    assert rates[-1] < 5e-3, "before, it reached its bound of 1e-2 in the fourth update and stayed there"
+
+
+def test_one_minibatch_per_update_says_nothing_about_the_adaptive_rate() -> None:
+    algorithm, batch = setup(schedule="adaptive", learning_rate=1e-3, num_epochs=1, num_minibatches=1)
+    for _ in range(3):
+        assert algorithm.update(batch)["learning_rate"].item() == pytest.approx(1e-3)
+
+
+def test_an_update_without_a_step_says_nothing_about_the_loss() -> None:
+    algorithm, batch = setup(target_kl=0.01)
+    batch["sample_log_prob"] += 0.5  # as if another policy had acted: KL exp(-0.5) - 0.5 = 0.107
+    before = weights(algorithm)
+    metrics = algorithm.update(batch)
+    assert torch.equal(weights(algorithm), before)
+    assert metrics["skipped"] == 1.0
+    assert all(metrics[name].isnan() for name in METRICS)
 
 
 @pytest.mark.parametrize(("start", "kl", "bound"), [(1.2e-5, 1.0, 1e-5), (9e-3, 0.0, 1e-2)])
 def test_the_adaptive_rate_has_bounds(start: float, kl: float, bound: float) -> None:
     algorithm, _ = setup(schedule="adaptive", learning_rate=start)
-    algorithm._adapt_learning_rate(torch.tensor(kl), skip=torch.tensor(0.0))
+    algorithm._adapt_learning_rate(torch.tensor(kl), stops=FALSE, ignored=FALSE)
     assert math.isclose(algorithm.optimizer.learning_rate.item(), bound, rel_tol=1e-5)
 
 
@@ -176,6 +242,43 @@ def test_only_the_linear_rate_falls_with_progress(schedule: Any, expected: float
     algorithm, _ = setup(schedule=schedule, learning_rate=1e-3)
     algorithm.adjust_learning_rate(0.25)
     assert math.isclose(algorithm.optimizer.learning_rate.item(), expected, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("learned", [0.1, 0.3, 2.0]), ("capped", [0.1, 0.3, 0.5]), ("imposed", [0.5, 0.5, 0.5])],
+)
+def test_sigma_follows_its_schedule(schedule: Any, expected: list[float]) -> None:
+    # From 1 to 0.25 by equal ratios: a half in the middle.
+    actor_cfg = {"gsde": True, "init_std": 1.0, "hidden_dims": (3,)}
+    policy = ActorCritic.for_env(make_env("pendulum", 8), actor_cfg=actor_cfg)
+    algorithm = PPO(policy=policy, cfg=PPOConfig(std_schedule=schedule, final_std=0.25))
+    log_std = dict(policy.named_parameters())["actor.action_head.log_std"]
+    with torch.no_grad():
+        log_std.copy_(torch.tensor([[0.1], [0.3], [2.0]]).log())
+    algorithm.adjust_learning_rate(0.5)
+    torch.testing.assert_close(log_std.exp().flatten(), torch.tensor(expected))
+    # The optimizer steps the same memory.
+    assert log_std.untyped_storage().data_ptr() == algorithm.optimizer.flat.untyped_storage().data_ptr()
+
+
+def test_the_ratio_is_one_after_the_schedule_of_sigma_moved_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    env = make_env("pendulum", 8)
+    policy = ActorCritic.for_env(env, actor_cfg={"gsde": True, "init_std": 0.3})
+    algorithm = PPO(policy=policy, cfg=PPOConfig(num_steps=16, std_schedule="imposed", final_std=0.01))
+    collector = SyncCollector(env, policy, keep=PPO.required_keys, seed=0)
+    algorithm.update(collector.collect(16))
+    algorithm.adjust_learning_rate(0.5)
+    ratio = first_ratio(algorithm, collector.collect(16), monkeypatch)
+    torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"state_dependent_std": True}, None], ids=["state_dependent_std", "discrete"])
+def test_a_schedule_of_sigma_needs_a_sigma(options: dict[str, Any] | None) -> None:
+    policy = ActorCritic.for_env(make_env("cartpole" if options is None else "pendulum", 2), actor_cfg=options)
+    with pytest.raises(ConfigError, match=r"algo\.std_schedule capped needs .*; use learned"):
+        PPO(policy=policy, cfg=PPOConfig(std_schedule="capped"))
 
 
 def test_target_kl_skips_the_rest_of_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +299,126 @@ def test_target_kl_skips_the_rest_of_the_update(monkeypatch: pytest.MonkeyPatch)
     one_step.update(same_batch)
     torch.testing.assert_close(weights(algorithm), weights(one_step))
     assert metrics["skipped"].item() == 1.0
+
+
+def in_bf16(batch_policy: ActorCritic, obs: torch.Tensor, num_minibatches: int) -> dict[str, float]:
+    """Act in float32, update once over everything in bfloat16, and return what was logged."""
+    acted = batch_policy.act({"observation": obs})
+    zero = torch.zeros(*obs.shape[:-1], 1)
+    outcome = {name: zero.bool() for name in ("terminated", "truncated", "done")}
+    content = {**acted, **outcome, "observation": obs, "reward": torch.randn_like(zero)}
+    batch = TensorDict({**content, "value": zero, "next_value": zero}, batch_size=obs.shape[:-1]).detach()
+    cfg = PPOConfig(num_epochs=1, num_minibatches=num_minibatches, learning_rate=1e-9)
+    algorithm = PPO(policy=batch_policy, cfg=cfg, acceleration=Acceleration(precision="bf16"))
+    return {name: value.item() for name, value in algorithm.update(batch).items()}
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 3])
+def test_an_update_in_bf16_begins_at_ratio_one(num_minibatches: int) -> None:
+    # 20 actions at σ 0.05: the rounding of their means alone is a KL of 0.024, and clips a third of the samples.
+    torch.manual_seed(0)
+    space, actions = gym.spaces.Box(-1, 1, (32,)), gym.spaces.Box(-1, 1, (20,))
+    policy = ActorCritic(space, actions, actor_cfg={"init_std": 0.05, "hidden_dims": (128, 128)})
+    head = policy.actor.action_head
+    assert isinstance(head, ActionHead)
+    with torch.no_grad():
+        head.head.weight.mul_(100.0)  # actions as large as their bounds
+    metrics = in_bf16(policy, torch.randn(16, 64, 32), num_minibatches)
+    assert metrics["approx_kl"] < 1e-4
+    assert metrics["clip_frac"] < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gru"])
+def test_saturated_actions_are_learned_from_without_bias(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    env = make_env("pendulum", 64)
+    options = {"distribution": "squashed_gaussian", "init_std": 1.0}
+    policy: Any
+    if kind == "gru":
+        policy = RecurrentActorCritic.for_env(env, **options)
+        head = policy.action_head
+    else:
+        policy = ActorCritic.for_env(env, actor_cfg=options)
+        head = policy.actor.action_head
+    with torch.no_grad():
+        head.head.bias.fill_(9.0)  # float32 rounds tanh(9) to 1
+    algorithm = PPO(policy=policy, cfg=PPOConfig(num_steps=16, num_epochs=1, num_minibatches=1))
+    batch = SyncCollector(env, policy, keep=PPO.required_keys, seed=0).collect(16)
+    limit = float(env.action_space.high.flat[0])  # type: ignore[attr-defined]
+    assert (batch["action"] == limit).float().mean() > 0.3
+    # E log N(u; μ, 1) = −½ log 2π − ½, and far out −log(2 (1 − tanh² u)) = 2 u − log 8, for actions within ±2.
+    expected = -0.5 * math.log(2 * math.pi) - 0.5 + 2 * 9.0 - math.log(8.0)
+    assert batch["sample_log_prob"].mean().item() == pytest.approx(expected, abs=0.15), "it was 4.6 less"
+    # The score (u − μ) / σ² has mean 0, so the mean does not drift where all actions are as good as another.
+    log_prob = policy.evaluate(batch).log_prob.mean()
+    (score,) = torch.autograd.grad(log_prob, head.head.bias)
+    assert abs(score.item()) < 0.1
+    ratio = first_ratio(algorithm, batch, monkeypatch)
+    assert (ratio - 1).abs().max() < 1e-4
+
+
+def test_other_actions_are_stored_as_they_are() -> None:
+    _, batch = setup()
+    assert "pre_tanh" not in batch.keys()  # noqa: SIM118
+
+
+def stale(batch: TensorDict) -> TensorDict:
+    """Mark a rollout as one of a collector that runs ahead."""
+    batch["policy_version"] = torch.zeros(*batch.shape, 1, dtype=torch.long)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "weight"), [(0.0, 1.0), (math.log(1.5), 1.5), (-0.7, math.exp(-0.7)), (2.0, 2.0)]
+)
+def test_samples_of_older_weights_count_by_their_truncated_behaviour_ratio(log_ratio: float, weight: float) -> None:
+    def policy_gradient(*, ahead: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        algorithm, batch = setup(normalize_advantage="none", value_coef=0.0, entropy_coef=0.0, max_grad_norm=1e9,
+                                 num_epochs=1, num_minibatches=1, target_kl=0.01)  # fmt: skip
+        if ahead:
+            batch = stale(batch)
+            batch["sample_log_prob"] = batch["sample_log_prob"] - log_ratio
+        stored = batch["sample_log_prob"].clone()
+        metrics = algorithm.update(batch)
+        assert torch.equal(batch["sample_log_prob"], stored), "the caller's rollout stays as it is"
+        return algorithm.optimizer.gradient.clone(), metrics
+
+    expected, _ = policy_gradient(ahead=False)
+    found, metrics = policy_gradient(ahead=True)
+    # The ratio to the policy at the start is 1, so nothing is clipped and the divergence is 0.
+    assert metrics["approx_kl"] < 1e-9
+    assert metrics["clip_frac"] == 0.0
+    assert metrics["updates"] == 1.0
+    torch.testing.assert_close(found, weight * expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_loss_of_a_stale_sample_by_hand() -> None:
+    algorithm, _ = setup(clip=0.2, value_coef=0.0, entropy_coef=0.0)
+    # π / π_start is 1.5 and clipped to 1.2; π_start / π_sample is 0.5. The stored log-probability itself is not read.
+    batch = {
+        "advantage": torch.tensor([[3.0]]), "return": torch.zeros(1, 1), "value": torch.zeros(1, 1),
+        "sample_log_prob": torch.tensor([[math.nan]]), "anchor_log_prob": torch.tensor([[-1.0]]),
+        "behaviour_weight": torch.tensor([[0.5]]),
+    }  # fmt: skip
+    evaluation = Evaluation(torch.tensor([[math.log(1.5) - 1.0]]), torch.zeros(1, 1), torch.zeros(1, 1))
+    loss, metrics = algorithm._loss(batch, evaluation)
+    assert loss.item() == pytest.approx(-0.5 * 1.2 * 3.0)
+    assert metrics[METRICS.index("approx_kl")].item() == pytest.approx(0.5 - math.log(1.5))
+    assert metrics[METRICS.index("clip_frac")] == 1.0
+
+
+@pytest.mark.parametrize("kind", [ActorCritic, RecurrentActorCritic])
+def test_updates_from_rollouts_of_the_last_weights_always_take_a_step(kind: Any) -> None:
+    torch.manual_seed(0)
+    env = make_env("lift", 16)
+    policy = kind.for_env(env)
+    algorithm = PPO(policy=policy, cfg=PPOConfig(num_steps=32, learning_rate=1e-3, target_kl=0.01))
+    behind = copy.deepcopy(policy)
+    collector = SyncCollector(env, behind, keep=PPO.required_keys, seed=0)
+    for _ in range(20):
+        weights_before = copy.deepcopy(policy.state_dict())
+        assert algorithm.update(stale(collector.collect(32)))["updates"] >= 1
+        behind.load_state_dict(weights_before)
 
 
 def test_gradients_are_clipped_to_the_norm() -> None:
@@ -276,7 +499,8 @@ def test_other_processes_begin_with_the_statistics_of_rewards_but_not_with_the_r
 @pytest.mark.parametrize(
     ("field", "value"),
     [("clip", 0.0), ("clip", 1.0), ("gamma", 1.1), ("lam", -0.1), ("num_epochs", 0), ("learning_rate", 0.0),
-     ("target_kl", 0.0), ("clip_value", -1.0), ("entropy_coef", -0.1), ("max_grad_norm", 0.0)],
+     ("target_kl", 0.0), ("clip_value", -1.0), ("entropy_coef", -0.1), ("max_grad_norm", 0.0),
+     ("final_std", 0.0)],
 )  # fmt: skip
 def test_impossible_options_are_refused(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=rf"algo\.{field} must .*, got {value}"):
@@ -313,3 +537,38 @@ def test_it_is_made_from_a_policy_or_from_an_environment() -> None:
     assert algorithm.policy.actor.trunk[0].out_features == 7  # type: ignore[union-attr,index]
     with pytest.raises(ConfigError, match="either a policy"):
         PPO(env, policy=algorithm.policy)
+
+
+def test_a_policy_that_ppo_cannot_train_is_refused() -> None:
+    env = make_env("pendulum", 2)
+    with pytest.raises(ConfigError, match=r"PPO cannot train a SACPolicy.*ActorCritic.*with SAC"):
+        PPO(policy=SACPolicy.for_env(env))
+    with pytest.raises(ConfigError, match=r"by name: PPO\(policy=\.\.\.\)"):
+        PPO(ActorCritic.for_env(env))
+    network: Any = torch.nn.Linear(3, 1)
+    with pytest.raises(ConfigError, match=r"PPO needs a Policy, got Linear.*actor_class"):
+        PPO(policy=network)
+    wrong: Any = ActorCritic.for_env(env)
+    with pytest.raises(ConfigError, match=r"PPOROA trains a ROAPolicy, got ActorCritic"):
+        PPOROA(wrong)
+
+
+class Constant(Policy):
+    """Always does nothing; there is nothing to learn."""
+
+    def forward(self, obs: Tensor, deterministic: bool = False) -> PolicyOutput:
+        zero = torch.zeros(len(obs), 1)
+        return PolicyOutput(zero, zero, zero)
+
+    def evaluate_actions(self, obs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(action), torch.zeros_like(action)
+
+    def get_value(self, obs: Tensor) -> Tensor:
+        return torch.zeros(*obs.shape[:-1], 1)
+
+
+def test_a_policy_without_parameters_acts_but_cannot_be_trained() -> None:
+    env = make_env("pendulum", 2)
+    assert evaluate(env, Constant(), 2).num_episodes == 2
+    with pytest.raises(ConfigError, match="no parameter needs a gradient"):
+        PPO(policy=Constant())

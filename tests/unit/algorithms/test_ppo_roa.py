@@ -79,6 +79,48 @@ def state(algorithm: PPOROA) -> Tensor:
     return torch.cat([value.flatten().double() for value in algorithm.policy.state_dict().values()])
 
 
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_stale_rollouts_are_compared_with_the_policy_at_the_start_of_the_update(phase: Any, precision: Any) -> None:
+    acceleration = Acceleration(precision=precision)
+    options = {"phase": phase, "num_epochs": 1, "num_minibatches": 1, "target_kl": 0.01, "finetune_target_kl": 0.01}
+    algorithm, batch = setup(acceleration=acceleration, **options)
+    batch["policy_version"] = torch.zeros(NUM_STEPS, NUM_ENVS, 1, dtype=torch.long)
+    batch["sample_log_prob"] += 0.5
+    metrics = algorithm.update(batch)
+    assert metrics["updates"] == 1.0
+    assert metrics["approx_kl"] < 1e-6
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "squashed_gaussian"])
+def test_a_student_starts_with_the_teachers_deviation_where_it_depends_on_the_state(distribution: str) -> None:
+    torch.manual_seed(0)
+    env = make_env("payload", NUM_ENVS)
+    head = {"state_dependent_std": True, "distribution": distribution}
+    policy = ROAPolicy.for_env(env, history=24, **LAYERS, head_options=head)
+    log_std = policy.actor.action_head.head.weight.shape[0] // 2
+    with torch.no_grad():  # a teacher that has learned to explore less, and in some states more than in others
+        policy.actor.action_head.head.bias[log_std:] = -1.5
+        policy.actor.action_head.head.weight[log_std:] *= 100.0
+    algorithm = PPOROA(policy, PPOROAConfig(num_steps=NUM_STEPS, learning_rate=1e-6, adapt_learning_rate=0.01))
+    batch = make_collector(algorithm).collect(NUM_STEPS)
+    algorithm.train_policy(batch)
+    for _ in range(50):
+        algorithm.train_adapt(batch)
+    algorithm.begin_phase("finetune")
+
+    def deviations(view: Any) -> Tensor:
+        found = view.distribution(batch["observation"])
+        log_std: Tensor = getattr(found, "base", found).log_std
+        return log_std.detach()
+
+    teacher, student = deviations(policy.teacher), deviations(policy.student)
+    error, spread = student - teacher, teacher.std(dim=(0, 1)).mean()
+    assert spread > 0.15, "it depends on the state"
+    assert error.mean().abs() < 0.05, "a student that was not taught starts 1.5 above"
+    assert error.std() < 0.5 * spread
+
+
 # Who learns in which phase
 
 
@@ -326,11 +368,11 @@ def test_a_single_phase_stays(phase: str) -> None:
 def test_the_policy_that_acts() -> None:
     algorithm = make_roa(phase="both")
     policy = algorithm.roa
-    assert algorithm.rollout_policy is algorithm.get_rollout_policy("train") is policy.teacher
-    assert algorithm.get_rollout_policy("eval") is policy
+    assert algorithm.rollout_policy is algorithm.get_rollout_policy("train").policy is policy.teacher
+    assert algorithm.get_rollout_policy("eval").policy is policy
     algorithm.begin_phase("finetune")
-    assert algorithm.rollout_policy is algorithm.get_rollout_policy() is policy.student
-    assert algorithm.get_rollout_policy("eval") is policy
+    assert algorithm.rollout_policy is algorithm.get_rollout_policy().policy is policy.student
+    assert algorithm.get_rollout_policy("eval").policy is policy
     with pytest.raises(ConfigError, match="modes train and eval, got 'deploy'"):
         algorithm.get_rollout_policy("deploy")
 

@@ -134,6 +134,25 @@ def test_padding_is_never_read() -> None:
     assert torch.equal(run(poison=True), run(poison=False))
 
 
+def test_a_list_of_episodes_teaches_what_their_batch_does() -> None:
+    learned = []
+    for as_list in (False, True):
+        algorithm, batch = setup()
+        lengths = batch["valid"].sum(0).flatten().tolist()
+        episodes = [
+            {**dict(batch[:length, column].items()), "group": int(batch["group"][0, column]), "success": True}
+            for column, length in enumerate(lengths)
+        ]
+        assert len(set(lengths)) > 1
+        torch.manual_seed(2)
+        metrics = algorithm.update(episodes if as_list else batch)
+        assert metrics["updates"] > 0
+        learned.append(weights(algorithm))
+    assert torch.equal(*learned)
+    with pytest.raises(KeyError, match=r"RLOO.update needs \['sample_log_prob'\]"):
+        algorithm.update([{name: value for name, value in episodes[0].items() if name != "sample_log_prob"}])
+
+
 def test_the_ratio_is_one_in_the_first_minibatch() -> None:
     algorithm, batch = setup(**ONE_STEP)
     metrics = algorithm.update(batch)
@@ -221,6 +240,36 @@ def test_the_linear_schedule_falls_to_zero() -> None:
     algorithm, batch = setup(schedule="linear", learning_rate=1e-3)
     algorithm.adjust_learning_rate(0.75)
     assert algorithm.update(batch)["learning_rate"].item() == pytest.approx(2.5e-4)
+
+
+def test_the_linear_schedule_survives_resume() -> None:
+    options: dict[str, Any] = {"schedule": "linear", "learning_rate": 1e-3, "warmup_steps": 10}
+    algorithm, batch = setup(**options)
+    algorithm.adjust_learning_rate(0.9)
+    other, _ = setup(**options)
+    other.load_state_dict(algorithm.state_dict())
+    assert other.update(batch)["learning_rate"].item() == pytest.approx(1e-4)
+
+
+def test_warm_up_counts_the_steps_that_were_taken() -> None:
+    # The first minibatch is taken at ratio 1; the next ones exceed the limit and are skipped.
+    algorithm, batch = setup(learning_rate=1e-3, warmup_steps=20, target_kl=1e-9)
+    for _ in range(3):
+        metrics = algorithm.update(batch)
+        assert metrics["updates"].item() == 1.0
+        batch = sample(algorithm.policy)
+    # After three steps of 20 the fourth is due.
+    assert metrics["learning_rate"].item() == pytest.approx(4 / 20 * 1e-3)
+
+
+def test_equal_returns_take_no_step() -> None:
+    algorithm, batch = setup()
+    batch["reward"] = torch.where(batch["valid"], 0.0, 9.0)
+    batch["reward"][0] = 0.7
+    before = weights(algorithm)
+    metrics = algorithm.update(batch)
+    assert metrics["updates"].item() == metrics["mixed"].item() == 0.0
+    assert torch.equal(weights(algorithm), before)
 
 
 def test_the_step_size_rises_over_the_first_steps_and_over_those_after_a_collapse() -> None:
@@ -349,6 +398,64 @@ def test_what_did_better_becomes_likelier_for_both_heads_of_a_vla(head: Literal[
     assert score.item() > 0.003
 
 
+@pytest.mark.parametrize(("head", "noise"), [("likelihood", "every_step"), ("flow", "last_step")])
+def test_actions_of_a_chunk_that_were_never_executed_do_not_count(head: Any, noise: Any) -> None:
+    def run(tail: float) -> tuple[dict[str, Tensor], Tensor]:
+        torch.manual_seed(0)
+        policy = VLAPolicy(OBSERVATION_SPACE, ACTION_SPACE, chunk=2, head=head, noise=noise, width=32, depth=1, heads=2)
+        algorithm = RLOO(policy=policy, cfg=RLOOConfig(**ONE_STEP))
+        batch = sample(policy)
+        # Every chunk ended after the first of its two actions; what the second would have been is moved.
+        batch["metric", "control_steps"] = torch.ones_like(batch["reward"])
+        batch["action"][..., 2:] += tail
+        if head == "flow":
+            batch["denoising"][..., -1, 2:] += tail
+        return algorithm.update(batch), algorithm.optimizer.gradient
+
+    (metrics, gradient), (_, moved) = run(0.0), run(3.0)
+    assert metrics["approx_kl"].item() < 1e-9
+    assert gradient.norm() > 1e-3
+    torch.testing.assert_close(moved, gradient)
+
+
+def test_executed_actions_count_in_the_ratio_of_a_chunk() -> None:
+    policy = make_vla("likelihood")
+    batch = sample(policy)
+    steps = torch.randint(1, 3, batch["reward"].shape)
+    flat = batch.reshape(-1)
+    mean = policy(flat["observation"], deterministic=True).action
+    z = ((flat["action"] - mean) / 0.6).square()
+    cut = (steps == 1).reshape(-1)
+    executed = torch.where(cut, z[:, :2].sum(-1), z.sum(-1))
+    numbers = torch.where(cut, 2, 4)
+    expected = -0.5 * executed - numbers * (math.log(0.6) + 0.5 * math.log(2 * math.pi))
+    found = policy.evaluate({**dict(flat.items()), "valid_steps": steps.reshape(-1, 1)}).log_prob
+    torch.testing.assert_close(found.squeeze(-1), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("head", ["likelihood", "flow"])
+def test_samples_of_older_weights_begin_at_ratio_one_and_count_by_the_change_since(head: Any) -> None:
+    policy = make_vla(head)
+    batch = sample(policy)
+    batch["metric", "control_steps"] = torch.randint(1, 3, batch["reward"].shape)
+    batch["policy_version"] = torch.zeros_like(batch["group"])
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    algorithm = RLOO(policy=policy, cfg=RLOOConfig(**ONE_STEP, target_kl=0.01))
+    advantage = algorithm._episodes(batch)[1]
+    samples = algorithm._samples(batch, advantage)
+    now = policy.evaluate(samples).log_prob.detach()
+    torch.testing.assert_close(samples["sample_log_prob"], now)
+    rows = batch["valid"].squeeze(-1).nonzero(as_tuple=True)
+    ratio = (now - batch["sample_log_prob"][rows]).exp()
+    assert ratio.min() < 0.95
+    # By hand: chunks that were cut count once, the others by their ratio, at most twice.
+    weight = torch.where(samples["valid_steps"] < 2, 1.0, ratio.clamp(max=2.0))
+    torch.testing.assert_close(samples["advantage"], advantage[rows[1]].unsqueeze(-1) * weight, rtol=1e-4, atol=1e-5)
+    assert algorithm.update(batch)["updates"].item() == 1
+
+
 def test_the_weighted_flow_learns_what_did_better(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make_vla("flow")
     cfg = RLOOConfig(loss="weighted_flow", num_epochs=20, num_minibatches=1, learning_rate=3e-3)
@@ -413,7 +520,7 @@ def test_imitation_holds_on_to_demonstrations() -> None:
         return float(log_prob.mean())
 
     found = {}
-    for coef in (0.0, 0.5):
+    for coef in (0.0, 2.0):
         algorithm, batch = setup(imitation_coef=coef, imitation_batch_size=16)
         before = likelihood(algorithm)
         if coef:
@@ -423,7 +530,34 @@ def test_imitation_holds_on_to_demonstrations() -> None:
         metrics = [algorithm.update(batch) for _ in range(5)]
         found[coef] = likelihood(algorithm) - before
         assert (metrics[0]["imitation_loss"] != 0) == bool(coef)
-    assert found[0.5] > 0.5 > found[0.0]
+    assert found[2.0] > 0.5 > found[0.0]
+
+
+def test_the_weight_of_imitation_means_the_same_for_every_head_and_leaves_the_deviation_alone() -> None:
+    # The mean of (b - 0.7)² at b = 0 has the gradient -1.4 in all, whatever the deviation, the chunk and the head.
+    obs = TensorDict({"state": torch.zeros(8, 2)}, batch_size=[8])
+    shown = TensorDict({"observation": obs, "action": torch.full((8, CHUNK), 0.7)}, batch_size=[8])
+    heads: tuple[Literal["likelihood", "flow"], ...] = ("likelihood", "flow")
+    policies: dict[str, tuple[Policy, Any]] = {}
+    for head in heads:
+        vla = VLAPolicy(OBSERVATION_SPACE, ACTION_SPACE, chunk=2, head=head, init_std=0.5, width=32, depth=1, heads=2)
+        policies[head] = vla, vla.expert.head
+    mlp = make_policy()
+    policies["mlp"] = mlp, mlp.actor.action_head.head  # type: ignore[union-attr]
+    for name, (policy, layer) in policies.items():
+        torch.manual_seed(0)
+        torch.nn.init.zeros_(layer.weight)
+        torch.nn.init.zeros_(layer.bias)
+        algorithm = RLOO(policy=policy, cfg=RLOOConfig(imitation_coef=1.0, imitation_batch_size=20_000))
+        algorithm.remember(shown)
+        parameters = dict(policy.named_parameters())
+        loss = algorithm._imitation_loss()
+        (of_mean,) = torch.autograd.grad(loss, layer.bias, retain_graph=True)
+        assert of_mean.sum().item() == pytest.approx(-1.4, abs=0.05), name
+        for key, value in parameters.items():
+            if key.endswith("log_std"):
+                (of_deviation,) = torch.autograd.grad(loss, value, materialize_grads=True)
+                assert not of_deviation.any()
 
 
 def test_compiled_equals_eager() -> None:

@@ -17,11 +17,12 @@ from tests.learning.tasks import DictTask
 from tests.scripted import ScriptedEnv
 from torch import Tensor
 
-from apexrl import SAC, GymVecEnv, QEnsemble, SACConfig, SACPolicy, SyncCollector, VecEnv, make_env
+from apexrl import SAC, ActorCritic, GymVecEnv, QEnsemble, SACConfig, SACPolicy, SyncCollector, VecEnv, make_env
 from apexrl.config import load_config
 from apexrl.errors import ConfigError, DivergenceError
 from apexrl.functional import soft_target, temperature_gradient
 from apexrl.graphs import Acceleration
+from apexrl.migrations import migrated_checkpoint
 from apexrl.run import make_trainer
 
 SMALL = {"num_steps": 4, "batch_size": 8, "learning_starts": 1, "replay_capacity": 1000, "learning_rate": 1e-3}
@@ -655,6 +656,31 @@ def test_with_its_replay_buffer_it_goes_on_exactly(priority_exponent: float) -> 
     assert torch.equal(weights(first), weights(second))
 
 
+def test_the_importance_exponent_rises_to_1_over_training() -> None:
+    algorithm, collector = setup(priority_exponent=1.0, importance_exponent=0.4, save_replay=True)
+    run(algorithm, collector)
+    index = torch.arange(len(algorithm.replay))
+    algorithm.replay.set_priorities(index, 1.0 + index.double() % 3)  # priorities 1, 2 and 3
+    for progress, beta in ((0.0, 0.4), (0.5, 0.7), (1.0, 1.0), (1.2, 1.0)):
+        algorithm.adjust_learning_rate(progress)
+        sample = algorithm.replay.sample(64)
+        expected = (1.0 + sample["index"].double() % 3) ** -beta
+        torch.testing.assert_close(sample["weight"].squeeze(1), (expected / expected.max()).float())
+    algorithm.adjust_learning_rate(0.25)
+    other, _ = setup(priority_exponent=1.0, importance_exponent=0.4, save_replay=True)
+    other.load_state_dict(copy.deepcopy(algorithm.state_dict()))
+    assert float(other.replay.importance_exponent) == pytest.approx(0.55)
+
+
+def test_a_run_of_an_older_format_keeps_its_importance_exponent() -> None:
+    algorithm, _ = setup(priority_exponent=1.0, importance_exponent=0.4)
+    state = algorithm.state_dict()
+    del state["importance_exponent"], state["final_importance"]
+    algorithm.load_state_dict(migrated_checkpoint({"format": 5, "algorithm": state}, "here")["algorithm"])
+    algorithm.adjust_learning_rate(0.5)
+    assert float(algorithm.replay.importance_exponent) == pytest.approx(0.4)
+
+
 def test_without_its_replay_buffer_it_says_so_and_waits() -> None:
     first, collector = setup(learning_starts=16)
     run(first, collector, 2)
@@ -703,3 +729,21 @@ def test_the_memory_is_stated() -> None:
     assert "1,000,000 transitions" in text
     assert "MB on cpu" in text
     assert "algo.save_replay" in text
+
+
+def test_an_update_without_a_gradient_step_reports_the_loss_of_the_critics_and_changes_nothing() -> None:
+    algorithm, collector = setup(learning_starts=1000)
+    batch = collector.collect(4)
+    before, state = [p.clone() for p in algorithm.policy.parameters()], torch.get_rng_state()
+    losses = [float(algorithm.update(batch)["loss"]) for _ in range(2)]
+    assert all(loss > 0 for loss in losses)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, algorithm.policy.parameters(), before))
+
+
+def test_a_policy_that_sac_cannot_train_is_refused() -> None:
+    env = make_env("pendulum", 2)
+    with pytest.raises(ConfigError, match=r"SAC trains a SACPolicy.*got ActorCritic; make one with SACPolicy\.for_env"):
+        SAC(policy=ActorCritic.for_env(env))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"by name: SAC\(policy=\.\.\.\)"):
+        SAC(SACPolicy.for_env(env))

@@ -11,15 +11,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from tests.point_suite import GOALS, PointSimulator, PointSuite
 from tests.scripted import ScriptedEnv
 from torch import Tensor, nn
 
-from apexrl import PPO, ActorCritic, Policy, PolicyOutput, PPOConfig, RecurrentActorCritic, Trainer, make_env
+from apexrl import (
+    PPO,
+    RLOO,
+    ActorCritic,
+    Policy,
+    PolicyOutput,
+    PPOConfig,
+    RecurrentActorCritic,
+    RLOOConfig,
+    Trainer,
+    make_env,
+)
 from apexrl.agent import TrainingConfig
-from apexrl.collectors import AsyncCollector, SyncCollector
+from apexrl.collectors import AsyncCollector, RolloutGenerator, SuiteRunner, SyncCollector
 from apexrl.envs import VecEnv
+from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.envs.suites.base import Simulator
 from apexrl.errors import CheckpointError, ConfigError, EnvError
 from apexrl.loggers import Logger
 from apexrl.types import Carry, EnvStep
@@ -220,6 +236,22 @@ def test_a_rollout_that_became_too_old_is_dropped_and_its_episodes_count() -> No
         assert batch["observation"][:, 0, 1].tolist() == [1, 1, 1]  # the second episode
         assert collector.metrics()["collect/dropped"] == 1
         assert collector.episode_metrics.totals["return"].tolist() == [12, 2]
+
+
+def test_what_was_collected_before_the_normaliser_was_warm_is_dropped() -> None:
+    env = TestEnv()
+    policy = ActorCritic.for_env(env, normalize_obs=True)
+    with make(env, policy) as collector:
+        first = collector.collect(4)
+        wait_for(lambda: len(collector._thread.ready) == 1)  # also with the policy that normalises nothing
+        policy.update_normalizer(first["observation"])
+        batch = collector.collect(4)
+        assert batch["policy_version"].unique().tolist() == [1]
+        assert collector.metrics()["collect/dropped"] == 1.0
+        log_prob = policy.evaluate_actions(batch["observation"], batch["action"])[0]
+        torch.testing.assert_close(log_prob, batch["sample_log_prob"])
+        wait_for(lambda: len(collector._thread.ready) == 1)
+        assert collector.collect(4)["policy_version"].unique().tolist() == [1], "later rollouts are kept"
 
 
 def test_another_number_of_steps_drops_what_was_collected_ahead() -> None:
@@ -461,7 +493,7 @@ def test_the_trainer_logs_how_the_two_sides_keep_pace() -> None:
     trainer.add_callback("pre_update", lambda _: time.sleep(0.015))
     trainer.learn(8 * 6)
     trainer.close()
-    assert len(memory.lines) == 3
+    assert [line["iteration"] for line in memory.lines] == [1, 2, 4, 6]
     for line in memory.lines[1:]:
         assert line["collect/staleness"] == 1
         assert line["collect/dropped"] == 0
@@ -585,3 +617,118 @@ def test_ppo_learns_cartpole_from_rollouts_of_the_last_weights(seed: int) -> Non
     result = trainer.evaluate(40)
     trainer.close()
     assert result.mean("return") >= 475
+
+
+# Groups of episodes of a task suite
+
+
+def suite_env(suite: PointSuite | None = None) -> SuiteVecEnv:
+    return SuiteVecEnv(suite or PointSuite(), 4, chunk=5, num_workers=0)
+
+
+def suite_policy(env: SuiteVecEnv) -> ActorCritic:
+    torch.manual_seed(0)
+    return ActorCritic.for_env(env, actor_cfg={"groups": ["state"]}, critic_cfg={"groups": ["state"]})
+
+
+def test_of_a_suite_it_collects_the_groups_that_a_generator_does() -> None:
+    env = suite_env()
+    policy = suite_policy(env)
+    collector = AsyncCollector(env, policy, torch.device("cpu"), seed=3, max_staleness=0)
+    torch.manual_seed(1)
+    found = [collector.collect(8) for _ in range(2)]
+    steps = collector.steps_in(found[-1])
+    metrics = collector.metrics()
+    collector.close()
+    other = suite_env()
+    generator = RolloutGenerator(SuiteRunner(other, policy), seed=3)
+    torch.manual_seed(1)
+    for version, batch in enumerate(found):
+        expected = generator.collect()
+        assert set(batch.keys()) == {*expected.keys(), "policy_version"}
+        assert (batch.select(*expected.keys()) == expected).all()
+        assert batch["policy_version"].unique().tolist() == [version]
+    assert steps == generator.steps_in(expected)
+    assert {name: metrics[name] for name in ("collect/episodes", "collect/groups_valid", "collect/control_steps")} == {
+        "collect/episodes": 64,
+        "collect/groups_valid": 8,
+        "collect/control_steps": steps,
+    }
+    for name, mean in generator.episode_metrics.means().items():
+        assert torch.equal(collector.episode_metrics.means()[name], mean), name
+    # Where values are wanted, it takes steps there too.
+    steps_of = AsyncCollector(other, policy, keep=PPO.required_keys)
+    assert steps_of.collect(3).shape == (3, 4)
+    steps_of.close()
+
+
+def test_rloo_learns_from_groups_of_the_policy_before() -> None:
+    env = suite_env()
+    policy = suite_policy(env)
+    messages: list[str] = []
+    generator = RolloutGenerator(SuiteRunner(env, policy), 4, 3, on_message=messages.append)
+    algorithm = RLOO(policy=policy, cfg=RLOOConfig(rloo_batch_size=4, num_groups=3, num_epochs=1, learning_rate=0.1))
+    collector = AsyncCollector(env, policy, generator=generator, max_staleness=1)
+    assert generator.policy is not policy
+    trainer = Trainer(env, policy, algorithm, TrainingConfig(num_train_steps=5), collector=collector)
+    versions: list[int] = []
+    steps: list[float] = []
+    update = algorithm.update
+
+    def spy(rollout: Any) -> dict[str, Tensor]:
+        versions.append(int(rollout["policy_version"].unique()))
+        steps.append(rollout["metric", "control_steps"].sum().item())
+        return update(rollout)
+
+    algorithm.update = spy  # type: ignore[method-assign]
+    trainer.learn()
+    saved = trainer.collector.state_dict()
+    trainer.close()
+    assert [newest - 1 <= version <= newest for newest, version in enumerate(versions)] == [True] * 5
+    assert versions == sorted(versions)
+    assert trainer.total_steps == sum(steps)
+    assert any(message.startswith("Made ") for message in messages)
+    # A generator alone goes on from there: after five batches, and at most one that was never handed out.
+    assert saved["sampler"]["num_drawn"] in (15, 18)
+    generator.load_state_dict(saved)
+
+
+class SlowSimulator(PointSimulator):
+    """Takes 5 ms for a step, and is never there."""
+
+    def advance(self, action: NDArray[np.float32]) -> bool:
+        time.sleep(0.005)
+        super().advance(action)
+        return False
+
+
+class SlowSuite(PointSuite):
+    def make_simulator(self, task_id: int) -> Simulator:
+        return SlowSimulator(GOALS[task_id], self.radius)
+
+
+def test_groups_are_left_in_the_middle_when_the_collector_is_closed() -> None:
+    env = SuiteVecEnv(SlowSuite(), 2, chunk=5, num_workers=0, max_steps=4000)  # an episode takes 20 s
+    collector = AsyncCollector(env, suite_policy(env))
+    raised: list[BaseException] = []
+
+    def collect() -> None:
+        try:
+            collector.collect(1)
+        except EnvError as error:
+            raised.append(error)
+
+    caller = threading.Thread(target=collect)
+    caller.start()
+    while not env.created:  # the first episodes run
+        time.sleep(0.01)
+    collector.close()
+    caller.join(10.0)
+    assert [str(error) for error in raised] == ["The AsyncCollector is closed."]
+
+
+def test_a_generator_of_other_environments_is_refused() -> None:
+    env, other = suite_env(), suite_env()
+    policy = suite_policy(env)
+    with pytest.raises(ConfigError, match="one environment"):
+        AsyncCollector(env, policy, generator=RolloutGenerator(SuiteRunner(other, policy)))

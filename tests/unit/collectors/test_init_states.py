@@ -1,4 +1,5 @@
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -7,12 +8,17 @@ import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 from tests.point_suite import PointSuite
+from torch.utils.data import DataLoader
 
-from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, RolloutStats, hash_init_state
+from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, RolloutStats, endless, hash_init_state
+from apexrl.envs.suites.base import Split
 from apexrl.errors import ConfigError, RunDirError
 
 
@@ -32,6 +38,42 @@ def test_the_dataset_holds_every_state_of_its_split_task_after_task() -> None:
         for index in (12, -13):
             with pytest.raises(IndexError):
                 dataset[index]
+
+
+class UnequalSuite(PointSuite):
+    """The states of task 1 are longer than those of task 0."""
+
+    def init_states(self, task_id: int, split: Split = "train") -> list[NDArray[np.float64]]:
+        assert split != "test"  # a suite need not know that name
+        states = [np.append(state, [0.5] * task_id) for state in super().init_states(task_id, split)]
+        for state in states:
+            state.flags.writeable = False
+        return states
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("num_tasks", [1, 2])
+def test_pytorchs_loader_shuffles_states_of_any_length(num_tasks: int) -> None:
+    dataset: Any = InitStateDataset(UnequalSuite(num_tasks=num_tasks, num_states=8))
+    loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0))
+    found = [hash_init_state(sample["init_state"]) for sample in itertools.islice(endless(loader), len(dataset))]
+    expected = [hash_init_state(sample["init_state"]) for sample in dataset]
+    assert sorted(found) == sorted(expected)
+    assert found != expected
+    batch = next(iter(loader))
+    assert batch["task_id"].shape == (4,)
+    assert [len(state) for state in batch["init_state"]] == (3 + batch["task_id"]).tolist()
+    assert isinstance(batch["init_state"], torch.Tensor) == (num_tasks == 1)
+
+
+def test_test_is_another_name_of_the_split_that_is_never_trained_on() -> None:
+    suite = UnequalSuite()
+    val = suite.init_states(1, "val")
+    np.testing.assert_array_equal(suite.get_task_init_states(1, split="test"), np.stack(val))
+    np.testing.assert_array_equal(suite.get_task_init_states(1), np.stack(suite.init_states(1, "train")))
+    np.testing.assert_array_equal(InitStateDataset(suite, "test")[-1]["init_state"], val[-1])
+    with pytest.raises(ConfigError, match="split must be one of train, val, test, got 'tset'"):
+        suite.get_task_init_states(0, "tset")  # type: ignore[arg-type]
 
 
 def test_a_task_without_init_states_is_named() -> None:

@@ -22,12 +22,14 @@ from apexrl import PPO, SAC, ActorCritic, Policy, PolicyOutput, PPOConfig, Recur
 from apexrl.agent import TrainingConfig
 from apexrl.algorithms import SACConfig
 from apexrl.cli import main
-from apexrl.collectors import SyncCollector, ray_, ray_workers
+from apexrl.collectors import SyncCollector, ray_workers
 from apexrl.collectors.ray_ import RayCollector
 from apexrl.collectors.ray_session import RaySession, join, pack
 from apexrl.envs import VecEnv
 from apexrl.errors import ConfigError, EnvError
 from apexrl.loggers import read_json_lines
+from apexrl.metrics import MetricSpec
+from apexrl.seeding import ENV, POLICY, spawn_seed
 from apexrl.types import Carry, EnvStep
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'apexrl[ray]')")
@@ -59,6 +61,19 @@ class CountingEnv(ScriptedEnv):
         self.buffer[:, 0] = self.time
         self.buffer[:, 1] = os.getpid()
         return self.buffer
+
+
+class LateMetricEnv(CountingEnv):
+    """Declares and reports ``success`` only from the second episode on, in one of its two environments."""
+
+    @property
+    def metric_specs(self) -> dict[str, MetricSpec]:
+        return {"success": MetricSpec("success")} if len(self.actions) > EPISODE else {}
+
+    def step(self, action: Tensor) -> EnvStep:
+        is_end = int(self.time[0]) == EPISODE - 1 and int(self.episode[0]) > 0
+        step = super().step(action)
+        return step._replace(metric={"success": torch.tensor([[1.0], [torch.nan]])} if is_end else {})
 
 
 class NumberPolicy(Policy):
@@ -198,6 +213,16 @@ def test_another_length_drops_what_was_ordered_ahead_and_reset_cuts_the_episodes
     assert counting.episode_metrics.totals["episode_len"].tolist() == [4 * 15, 12]
 
 
+def test_what_was_collected_before_the_normaliser_was_warm_is_dropped() -> None:
+    policy = ActorCritic.for_env(make_env("pendulum", 1), normalize_obs=True)
+    with RayCollector(partial(make_env, "pendulum", 2), policy, num_workers=1, seed=0) as collector:
+        policy.update_normalizer(collector.collect(4)["observation"])
+        versions = [collector.collect(4)["policy_version"].unique().tolist() for _ in range(3)]
+        # Of the first version one more was ordered, which is dropped; later ones come one call late, as ever.
+        assert versions == [[1], [1], [2]]
+        assert collector.metrics()["collect/dropped"] == 1.0
+
+
 def test_workers_have_the_priority_of_the_learner(counting: RayCollector) -> None:
     worker = process_of(counting.collect(2), 0)
     assert os.getpriority(os.PRIO_PROCESS, worker) == os.getpriority(os.PRIO_PROCESS, 0)
@@ -224,9 +249,9 @@ def test_a_worker_collects_what_the_synchronous_collector_does_with_its_seed() -
         collector.load_state_dict(SyncCollector(make_env("cartpole", 2), policy).state_dict())
         assert (collector.collect(4)["policy_version"] == 0).all()
     for worker in (0, 1):
-        seed = ray_._worker_seed(5, worker, 0)
-        expected = SyncCollector(make_env("cartpole", 2), policy, seed=seed)
-        torch.manual_seed(seed)
+        seed = spawn_seed(5, worker, 0)
+        expected = SyncCollector(make_env("cartpole", 2), policy, seed=spawn_seed(seed, ENV))
+        torch.manual_seed(spawn_seed(seed, POLICY))
         for batch in batches:
             part = expected.collect(20)
             for key in ("observation", "action", "reward", "value", "next_value", "sample_log_prob", "hidden"):
@@ -248,9 +273,12 @@ def test_training_goes_on_when_a_worker_is_killed_and_one_rollout_is_lost(counti
     counting.follow(ppo.policy)
     trainer = Trainer(env, ppo.policy, ppo, TrainingConfig(save_interval=0), collector=counting, log_interval=100)
     seen: list[TensorDict] = []
+    totals: list[dict[str, Tensor]] = []
 
     def update(batch: TensorDict) -> dict[str, Tensor]:
         seen.append(batch)
+        if len(seen) in (1, 8):  # the iterations that are logged, after which the totals begin again
+            totals.append({name: value.clone() for name, value in counting.episode_metrics.totals.items()})
         if len(seen) == 3:
             os.kill(process_of(batch, 2), signal.SIGKILL)  # in its fourth rollout, or in its fifth if this came late
         return PPO.update(ppo, batch)
@@ -275,8 +303,9 @@ def test_training_goes_on_when_a_worker_is_killed_and_one_rollout_is_lost(counti
     # 96 steps are 19 episodes; 36 are 7, with one that was cut and counts nowhere, and 60 are 12 (or, a rollout later,
     # 48 are 9 and 48 are 9). Twice each.
     num_episodes = 2 * (96 // EPISODE + 12 * first_new // EPISODE + 12 * (8 - first_new) // EPISODE)
-    assert counting.episode_metrics.totals["episode_len"].tolist() == [num_episodes * EPISODE, num_episodes]
-    assert counting.episode_metrics.totals["success_once"].tolist() == [num_episodes, num_episodes]
+    lengths, successes = (sum(each[name] for each in totals) for name in ("episode_len", "success_once"))
+    assert torch.as_tensor(lengths).tolist() == [num_episodes * EPISODE, num_episodes]
+    assert torch.as_tensor(successes).tolist() == [num_episodes, num_episodes]
 
 
 def test_sac_learns_through_ray_and_a_checkpoint_says_what_it_lacks(tmp_path: Path) -> None:
@@ -294,6 +323,15 @@ def test_sac_learns_through_ray_and_a_checkpoint_says_what_it_lacks(tmp_path: Pa
 
 
 # What goes wrong
+
+
+def test_metrics_that_appear_later_in_a_worker_are_counted() -> None:
+    with RayCollector(LateMetricEnv, NumberPolicy(), num_workers=2, seed=0) as collector:
+        collector.collect(EPISODE)
+        assert "success_once" not in collector.episode_metrics.means()
+        collector.collect(EPISODE)
+        # Of two rounds of four episodes, two episodes of the second one reported it: 2 of 8.
+        assert collector.episode_metrics.means()["success_once"].item() == 0.25
 
 
 def test_what_an_environment_raises_reaches_the_caller_every_time() -> None:

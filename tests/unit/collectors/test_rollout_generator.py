@@ -18,9 +18,10 @@ from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, Ro
 from apexrl.collectors.rollout_generator import RolloutGenerator
 from apexrl.collectors.suite_runner import SuiteRunner
 from apexrl.envs.suite_env import SuiteVecEnv
-from apexrl.envs.suites.base import InitState, Simulator
+from apexrl.envs.suites.base import InitState, Simulator, TaskSuite
 from apexrl.errors import ConfigError, EnvError
 from apexrl.evaluation import evaluate_starts
+from apexrl.metrics import training_log_names
 from apexrl.policies.base import Policy
 from apexrl.types import Observation, PolicyOutput
 
@@ -280,6 +281,27 @@ def test_episode_statistics_are_of_all_episodes_that_ran_also_the_dropped_ones()
     assert made.metrics()["collect/control_steps_per_second"] > 0
 
 
+def test_the_success_of_each_task_is_a_field_of_its_own() -> None:
+    made, _ = generator(ALWAYS, SOMETIMES, num_tasks=3, enable_dynamic_sampling=True, num_envs=2, oversample=1.0)
+    outcomes: dict[str, list[bool]] = {}
+    run = made._run
+    made._run = lambda draws: [  # type: ignore[method-assign]
+        outcomes.setdefault(made.env_runner.suite.task_names[group.draw.task_id], []).extend(group.successes) or group  # type: ignore[func-returns-value]
+        for group in run(draws)
+    ]
+    made.collect(0)
+    made.collect(0)
+    assert set(outcomes) == {"right", "left", "up"}
+    means = made.episode_metrics.means()
+    found = {name: means[f"success_once of {name}"].item() for name in outcomes}
+    assert found == pytest.approx({name: np.mean(successes) for name, successes in outcomes.items()})
+    assert found["right"] == 1.0 > found["left"] > 0.0
+    names = training_log_names("success_once of left", made.env.metric_specs)
+    assert names == ["rollout/success_rate/left"]
+    made.episode_metrics.clear()
+    assert all(mean.isnan() for mean in made.episode_metrics.means().values())
+
+
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "enable_dynamic_sampling": True,
@@ -305,6 +327,63 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     assert resumed.stats.state_dict() == made.stats.state_dict()
     for name, mean in made.episode_metrics.means().items():
         assert torch.equal(resumed.episode_metrics.means()[name], mean)
+
+
+def test_random_states_are_new_for_every_group_and_follow_from_the_seed(tmp_path: Path) -> None:
+    def make(seed: int) -> RolloutGenerator:
+        torch.manual_seed(0)
+        env = SuiteVecEnv(PointSuite(), 3, chunk=CHUNK, num_workers=0)
+        made = SuiteRunner(env, PointPolicy(SOMETIMES), random_init=True)
+        path = tmp_path / "stats.json"
+        return RolloutGenerator(
+            made, 4, 3, seed=seed, enable_rollout_stats_tracking=True, rollout_stats_path=path, on_message=print
+        )
+
+    def hashes(made: RolloutGenerator) -> list[str]:
+        return [episode["init_state_hash"] for episode in made.generate_rollouts()]
+
+    made = make(1)
+    first = hashes(made)
+    assert first[::4] == first[1::4] == first[3::4]  # a group starts from one state
+    state = made.state_dict()
+    expected = [hashes(made) for _ in range(2)]
+    assert len({*first, *expected[0], *expected[1]}) == 9
+    suite = made.env_runner.suite
+    fixed = [state for task in range(2) for split in ("train", "val") for state in suite.init_states(task, split)]
+    assert not {hash_init_state(state) for state in fixed} & {*first, *expected[0]}
+    assert [episode["task_id"] for episode in made.generate_rollouts()[::4]] == [1, 0, 1]  # the tasks in turn
+    resumed = make(2)
+    assert hashes(resumed) != first
+    resumed.load_state_dict(state)
+    assert [hashes(resumed) for _ in range(2)] == expected
+    resumed.restart(1)
+    assert hashes(resumed) == first
+    assert list(tmp_path.iterdir()) == []  # a state that never comes again has no history
+
+
+def test_the_runner_starts_from_random_states_where_it_is_told_to() -> None:
+    env = SuiteVecEnv(PointSuite(), 3, chunk=CHUNK, num_workers=0)
+    fixed, random = (SuiteRunner(env, PointPolicy(ALWAYS), random_init=random_init) for random_init in (False, True))
+    starts = [
+        made.run_policy_in_env("left", keep={"observation"})["observation", "state"][0] for made in (fixed, random)
+    ]
+    np.testing.assert_array_equal(starts[0], np.stack(env.suite.init_states(1)[:3])[:, :2].astype(np.float32))
+    assert not torch.equal(*starts)
+    results = [random.run(4, seed=seed).episodes["control_steps"].tolist() for seed in (1, 1, 2)]
+    assert len(results[0]) == 8
+    assert results[0] == results[1] != results[2]
+    assert fixed.run(4).episodes["control_steps"].tolist() != results[0]
+
+
+def test_random_states_need_a_suite_that_draws_them_and_no_split() -> None:
+    class Fixed(PointSuite):
+        random_init_state = TaskSuite.random_init_state
+
+    with pytest.raises(ConfigError, match=r"task\.random_init: 'points' has fixed initial states only"):
+        SuiteRunner(SuiteVecEnv(Fixed(), 1, num_workers=0), PointPolicy(ALWAYS), random_init=True)
+    random = SuiteRunner(SuiteVecEnv(PointSuite(), 1, num_workers=0), PointPolicy(ALWAYS), random_init=True)
+    with pytest.raises(ConfigError, match=r"algo\.use_val_init needs task\.random_init false"):
+        RolloutGenerator(random, use_val_init=True)
 
 
 def test_restart_draws_in_another_order() -> None:
@@ -375,6 +454,41 @@ def test_simulators_are_made_once_and_reused() -> None:
     assert made.created_envs == {}
 
 
+@pytest.mark.parametrize(("max_steps", "expected"), [(None, 20), (7, 7), (33, 33)])
+def test_max_steps_is_the_length_of_an_episode_that_fails(max_steps: int | None, expected: int) -> None:
+    # The environments end an episode after 20 control steps, if nobody says otherwise.
+    made, _ = generator(NEVER, max_steps=max_steps)
+    batch = made.collect(0)
+    assert batch["metric", "control_steps"].sum(0).unique().tolist() == [expected]
+    assert batch.shape[0] == -(-expected // CHUNK)
+    assert batch["truncated"].sum(0).unique().tolist() == [1]
+    # What others run in the same environments is as long as before.
+    assert made.env_runner.run().mean("control_steps") == 20
+
+
+def test_without_reuse_every_batch_creates_the_simulators_of_its_only_task() -> None:
+    created = []
+    for reuse_envs in (True, False):
+        made, messages = generator(SOMETIMES, num_tasks=1, reuse_envs=reuse_envs)
+        states = []
+        for number in range(3):
+            states.append(made.collect(0)["observation", "state"])
+            assert set(made.created_envs) == ({0} if reuse_envs else set())
+            created.append(made.metrics()["collect/envs_created"])
+            assert any(message.startswith("Made ") for message in messages) == (created[-1] > 0), number
+            messages.clear()
+        if reuse_envs:
+            expected = states
+    assert created == [1, 0, 0, 1, 1, 1]
+    assert all(torch.equal(one, other) for one, other in zip(states, expected, strict=True))
+
+
+def test_the_first_gpu_means_the_policys_device_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    made, _ = generator(SOMETIMES, agent_gpus=[0])
+    assert made.device == torch.device("cpu")
+
+
 def test_the_policy_that_it_follows_acts_in_evaluation_mode() -> None:
     made, _ = generator(NEVER)
     other = PointPolicy(ALWAYS).train()
@@ -391,7 +505,7 @@ def test_the_policy_that_it_follows_acts_in_evaluation_mode() -> None:
         ({"oversample": 0.5}, "algo.oversample must be at least 1, got 0.5"),
         ({"max_attempts": 0}, "algo.max_attempts must be at least 1"),
         ({"max_groups": 2}, "max_groups must be at least 3, got 2"),
-        ({"max_steps": 7}, "max_steps is 7, but the environments end an episode after 20"),
+        ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
         ({"agent_gpus": [0, 1]}, "agent_gpus must name one of the"),
         ({"rollout_skip_threshold": -1, "enable_rollout_stats_tracking": True}, "algo.rollout_skip_threshold"),
     ],
@@ -537,7 +651,7 @@ def test_evaluation_takes_the_first_init_states_of_the_validation_split() -> Non
     evaluated = runner(ALWAYS)
     assigned: list[Any] = []
     assign = evaluated.env.assign
-    evaluated.env.assign = lambda episodes: (assigned.extend(episodes), assign(episodes))[1]  # type: ignore[func-returns-value,method-assign]
+    evaluated.env.assign = lambda episodes, max_steps=None: (assigned.extend(episodes), assign(episodes))[1]  # type: ignore[func-returns-value,method-assign]
     assert evaluated.run(2).num_episodes == 4
     for task in range(2):
         for index in range(2):

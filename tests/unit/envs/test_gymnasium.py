@@ -23,7 +23,7 @@ from torch import Tensor
 
 from apexrl.envs import GymVecEnv, RslVecEnv, as_vec_env, display, gym_make_fns, make_env
 from apexrl.envs import gymnasium as adapter
-from apexrl.envs.gym_group import flat_space, users_frames
+from apexrl.envs.gym_group import MAX_METRICS, flat_space, users_frames
 from apexrl.envs.tasks import TASKS
 from apexrl.errors import EnvError
 from apexrl.metrics import MetricSpec
@@ -45,7 +45,7 @@ class Scripted(gym.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        if seed is not None:  # the probe at construction has taken a step
+        if seed is not None:
             self.t, self.actions = 0, []
         return self.first, {}
 
@@ -107,7 +107,7 @@ def test_steps_are_those_of_the_environments_alone(env_id: str) -> None:
     # A limit of 25 steps makes every task end at least twice.
     make = functools.partial(gym.make, env_id, max_episode_steps=25)
     env, alone = GymVecEnv([make] * 3), [make() for _ in range(3)]
-    obs = env.reset(seed=5)
+    obs = env.reset_each([5, 6, 7])
     for i, simulator in enumerate(alone):
         assert_row(obs, i, encode(simulator.observation_space, simulator.reset(seed=5 + i)[0]))
     num_ended = 0
@@ -286,10 +286,10 @@ def test_environments_need_the_same_spaces() -> None:
 def test_metrics_are_found_in_info() -> None:
     info = {"is_success": True, "reward": 3.0, "reward_a": 1, "b_reward": np.float64(2.0), "reward_text": "x", "c": 4}
     env = GymVecEnv([lambda: Scripted(np.zeros(1), [step_of(np.zeros(1), info)], ONE)])
-    assert set(env.metric_specs) == {"success", "reward_a", "b_reward"}
-    assert env.metric_specs["reward_a"].reduce == "sum"
     env.reset(0)
     metric = env.step(torch.zeros(1, 1)).metric
+    assert set(env.metric_specs) == {"success", "reward_a", "b_reward"}
+    assert env.metric_specs["reward_a"].reduce == "sum"
     assert {name: value.tolist() for name, value in metric.items()} == {
         "success": [[1.0]],
         "reward_a": [[1.0]],
@@ -306,6 +306,71 @@ def test_a_metric_that_a_step_lacks_is_nan() -> None:
     for expected in ({"reward_a": 1.0, "x": np.nan}, {"reward_a": np.nan, "x": np.nan}, {"reward_a": np.nan, "x": 7.0}):
         metric = env.step(torch.zeros(1, 1)).metric
         np.testing.assert_equal({name: value.item() for name, value in metric.items()}, expected)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_metrics_are_found_whenever_they_appear(num_workers: int) -> None:
+    class Late(gym.Env[Any, Any]):
+        """Episodes of three steps; some end with a number in info that no step before had."""
+
+        observation_space = action_space = spaces.Box(-1.0, 1.0, (1,))
+
+        def __init__(self, key: str, first: int) -> None:
+            self.key, self.first, self.t = key, first, 0
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+            super().reset(seed=seed)
+            return np.zeros(1, np.float32), {}
+
+        def step(self, action: Any) -> Any:
+            self.t += 1
+            ends = self.t % 3 == 0
+            info = {self.key: 10 * self.t, "other": 1.0} if ends and self.t >= self.first else {"other": 2.0}
+            return np.zeros(1, np.float32), 0.0, ends, False, info
+
+    keys = (("is_success", 6), ("is_success", 3), ("late_reward", 6), ("late_reward", 6))
+    env = GymVecEnv([functools.partial(Late, *key) for key in keys], num_workers=num_workers)
+    env.reset(0)
+    nan, found = np.nan, []
+    for _ in range(9):
+        metric = env.step(torch.zeros(4, 1)).metric
+        found.append({name: value.flatten().tolist() for name, value in metric.items()})
+        assert set(metric) == set(env.metric_specs), "what a step reports is declared"
+    nothing = [nan] * 4
+    np.testing.assert_equal(found[:2], [{}] * 2)
+    np.testing.assert_equal(found[2], {"success": [nan, 30.0, nan, nan]})
+    np.testing.assert_equal(found[3:5], [{"success": nothing}] * 2)
+    np.testing.assert_equal(found[5], {"success": [60.0, 60.0, nan, nan], "late_reward": [nan, nan, 60.0, 60.0]})
+    np.testing.assert_equal(found[6:8], [{"success": nothing, "late_reward": nothing}] * 2)
+    np.testing.assert_equal(found[8], {"success": [90.0, 90.0, nan, nan], "late_reward": [nan, nan, 90.0, 90.0]})
+    other = env.spawn(1)
+    assert set(other.metric_specs) == {"success", "late_reward"}
+    other.close()
+    env.close()
+
+
+def test_a_declared_key_is_found_as_success_too() -> None:
+    step = step_of(np.zeros(1), {"is_success": 1.0})
+    env = GymVecEnv([lambda: Scripted(np.zeros(1), [step], ONE)], metrics=[MetricSpec("is_success", "last")])
+    env.reset(0)
+    metric = env.step(torch.zeros(1, 1)).metric
+    assert {name: value.item() for name, value in metric.items()} == {"is_success": 1.0, "success": 1.0}
+
+
+def test_metrics_beyond_the_limit_are_left_out() -> None:
+    steps = [step_of(np.zeros(1), {f"reward_{i}": float(i) for i in range(MAX_METRICS + 1)})] * 3
+    env = GymVecEnv([lambda: Scripted(np.zeros(1), steps, ONE)])
+    env.reset(0)
+    with pytest.warns(UserWarning, match="more than 256 metrics"):
+        env.step(torch.zeros(1, 1))
+    metric = env.step(torch.zeros(1, 1)).metric
+    assert len(metric) == MAX_METRICS
+    assert metric["reward_255"].item() == 255.0
+
+
+def test_a_task_that_declares_its_metrics_takes_no_others() -> None:
+    with pytest.raises(EnvError, match=r"cartpole declares its metrics itself .* leave metrics \['x'\] out"):
+        make_env("cartpole", 1, metrics=[MetricSpec("x")])
 
 
 def test_half_cheetah_reward_parts_add_up_to_the_reward() -> None:
@@ -334,8 +399,9 @@ def test_spawn_repeats_the_make_functions_in_turn() -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_render_draws_the_environment_asked_for(num_workers: int) -> None:
     env = make_env("CartPole-v1", 2, num_workers=num_workers)
+    assert isinstance(env, GymVecEnv)
     alone = gym.make("CartPole-v1", render_mode="rgb_array")
-    env.reset(0)
+    env.reset_each([0, 1])
     alone.reset(seed=1)
     for _ in range(5):
         env.step(torch.tensor([[0], [1]]))
@@ -491,7 +557,7 @@ def test_workers_report_groups_and_metrics() -> None:
         return Task()
 
     env = GymVecEnv([make] * 3, num_workers=3)
-    env.reset(10)
+    env.reset_each([10, 11, 12])
     step = env.step(torch.zeros(3, 1))
     assert isinstance(step.obs, TensorDict)
     assert step.obs["a"].tolist() == [[0, 1, 0]] * 3

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.envs import RslVecEnv
+from apexrl.envs import RslVecEnv, as_vec_env, get_metric_specs_from_env
 from apexrl.errors import EnvError, EnvStateError
 from apexrl.metrics import MetricSpec
 from apexrl.rollout import rollout
@@ -317,3 +317,21 @@ def test_render_picks_the_picture() -> None:
 def test_missing_parts_are_named() -> None:
     with pytest.raises(EnvError, match=r"object lacks \['num_envs', 'num_actions', 'get_observations', 'step'\]"):
         RslVecEnv(object())
+
+
+def test_the_metrics_of_a_raw_simulator_are_those_it_reported() -> None:
+    simulator = Simulator(extras={"reward_components": {"energy": torch.zeros(3)}, "success": torch.zeros(3)})
+    env = as_vec_env(simulator)
+    assert get_metric_specs_from_env(simulator) == {}
+    env.step(ACTION)
+    assert get_metric_specs_from_env(simulator) == {
+        "energy": MetricSpec("energy", "sum", "reward_components"),
+        "success": MetricSpec("success"),
+    }
+
+
+def test_a_simulator_has_one_wrapper() -> None:
+    simulator = Simulator()
+    env = RslVecEnv(simulator)
+    assert as_vec_env(simulator) is env
+    assert as_vec_env(Simulator()) is not env

@@ -24,6 +24,15 @@ def test_equal_outcomes_and_single_episodes_have_no_advantage() -> None:
     assert torch.equal(leave_one_out(returns, group), torch.zeros(6))
 
 
+@pytest.mark.parametrize("value", [0.1, 0.7, 1e6 + 0.1])
+def test_equal_returns_that_no_float_holds_exactly_have_no_advantage(value: float) -> None:
+    # Three, seven and eleven times the number are rounded.
+    group = torch.tensor([0] * 3 + [1] * 7 + [2] * 11)
+    returns = torch.full((21,), value)
+    assert torch.equal(leave_one_out(returns, group), torch.zeros(21))
+    assert torch.equal(group_std(returns, group), torch.zeros(21))
+
+
 def test_the_advantages_of_a_group_sum_to_zero() -> None:
     torch.manual_seed(0)
     returns, group = torch.randn(60, dtype=torch.float64), torch.arange(60) % 7

@@ -210,6 +210,16 @@ def test_the_time_left_follows_from_the_speed_so_far(monkeypatch: pytest.MonkeyP
     assert file.getvalue().splitlines()[-1].endswith("left 1:30")
 
 
+def test_what_follows_another_stage_is_shown_from_its_own_beginning() -> None:
+    console, file = _console(False)
+    logger = ConsoleLogger(console, seconds_between_lines=1000)
+    logger.progress({"iteration": 9, "total_steps": 0, "eval/return": 7.0}, 1.0)
+    logger.close()
+    logger.progress({"iteration": 1, "total_steps": 20}, 0.25)
+    line = file.getvalue().splitlines()[-1]
+    assert line.split() == ["25%", "steps", "20", "iteration", "1", "left", "?"]
+
+
 def test_a_terminal_gets_a_bar() -> None:
     console, file = _console(True)
     logger = ConsoleLogger(console)

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from apexrl.models.distributions import DiagGaussian, MultiCategorical, SquashedGaussian
+from apexrl.models.distributions import DiagGaussian, MultiCategorical, SquashedGaussian, StateDependentGaussian
 
 
 def test_gaussian_against_torch() -> None:
@@ -20,6 +20,36 @@ def test_gaussian_samples_have_its_moments() -> None:
     sample = DiagGaussian(torch.full((200_000, 1), 2.0), torch.tensor([math.log(0.5)])).sample()
     assert abs(sample.mean().item() - 2.0) < 0.01
     assert abs(sample.std().item() - 0.5) < 0.01
+
+
+def test_state_dependent_noise_by_hand() -> None:
+    # Two features, one action: σ = (0.5, 2), φ = (2, 1), so the variance is 2² · 0.5² + 1² · 2² = 5.
+    weights = torch.tensor([[0.5], [2.0]])
+    distribution = StateDependentGaussian(torch.tensor([[1.0]]), weights.log(), torch.tensor([[2.0, 1.0]]), interval=4)
+    assert distribution.std.item() == pytest.approx(math.sqrt(5.0), rel=1e-5)
+    # ε = (1, −0.5): 1 + 2 · 0.5 · 1 + 1 · 2 · (−0.5) = 1; ε = (3, 1): 1 + 2 · 0.5 · 3 + 1 · 2 · 1 = 6.
+    assert distribution.sample_with(torch.tensor([[[1.0], [-0.5]]])).item() == pytest.approx(1.0)
+    assert distribution.sample_with(torch.tensor([[[3.0], [1.0]]])).item() == pytest.approx(6.0)
+    # log N(6; 1, 5) = −25 / 10 − ½ log 5 − ½ log 2π
+    expected = -2.5 - 0.5 * math.log(5.0) - 0.5 * math.log(2.0 * math.pi)
+    assert distribution.log_prob(torch.tensor([[6.0]])).item() == pytest.approx(expected, rel=1e-5)
+    assert distribution.entropy().item() == pytest.approx(0.5 * math.log(2.0 * math.pi * math.e * 5.0), rel=1e-5)
+
+
+def test_state_dependent_noise_has_the_moments_of_its_density_and_teaches_no_features() -> None:
+    torch.manual_seed(0)
+    features = torch.tensor([[1.0, -2.0, 0.5]], requires_grad=True)
+    log_std = torch.tensor([[-1.0, 0.3], [-0.5, -2.0], [0.2, 0.0]], requires_grad=True)
+    distribution = StateDependentGaussian(torch.tensor([[1.0, -1.0]]), log_std, features, interval=0)
+    draws = StateDependentGaussian(
+        torch.tensor([[1.0, -1.0]]).expand(100_000, 2), log_std, features.expand(100_000, 3), interval=0
+    ).sample()
+    torch.testing.assert_close(draws.mean(0), torch.tensor([1.0, -1.0]), atol=0.02, rtol=0.0)
+    torch.testing.assert_close(draws.std(0), distribution.std[0], atol=0.0, rtol=0.02)
+    distribution.log_prob(torch.zeros(1, 2)).backward()
+    assert features.grad is None
+    assert log_std.grad is not None
+    assert log_std.grad.abs().min() > 0
 
 
 def test_squashed_gaussian_against_torch_transforms() -> None:
@@ -46,6 +76,21 @@ def test_squashed_gaussian_stays_inside_its_bounds_and_finite_at_them() -> None:
     assert (action <= high).all()
     assert wide.log_prob(action).isfinite().all()
     assert wide.entropy().isfinite().all()
+
+
+@pytest.mark.parametrize("mean", [0.5, 9.0, -40.0])
+def test_the_density_of_a_saturated_action_follows_from_what_was_squashed(mean: float) -> None:
+    # log N(u; μ, σ) − log(2 (1 − tanh² u)), with 1 − tanh² u = 4 / (eᵘ + e⁻ᵘ)²: far out, log 4 − 2 |u|.
+    u = torch.tensor([[mean + 0.3]])
+    distribution = SquashedGaussian(
+        torch.tensor([[mean]]), torch.tensor([math.log(0.5)]), -torch.ones(1), 3 * torch.ones(1)
+    )
+    normal = -0.5 * (0.3 / 0.5) ** 2 - math.log(0.5) - 0.5 * math.log(2.0 * math.pi)
+    slope = math.log(2.0) + math.log(4.0) - 2.0 * math.log(math.exp(u.item()) + math.exp(-u.item()))
+    assert distribution.log_prob_before_tanh(u).item() == pytest.approx(normal - slope, rel=1e-4)
+    if abs(mean) < 5:  # tanh of the others is 1 in float32, from where there is no way back
+        found = distribution.log_prob(distribution.squash(u))
+        torch.testing.assert_close(found, distribution.log_prob_before_tanh(u), rtol=1e-4, atol=1e-4)
 
 
 def test_squashed_or_uniform_draws_come_from_the_same_numbers() -> None:

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from tests.point_suite import GOALS, PointSuite
 from torch import Tensor
 
+from apexrl import PPO, PPOConfig, SyncCollector, make_env
 from apexrl.errors import ConfigError
 from apexrl.policies import ActorCritic
 from apexrl.policies.vla import SIZES, VLAPolicy, encode_instruction
@@ -45,6 +46,13 @@ def make(head: str = "likelihood", *groups: str, **options: Any) -> VLAPolicy:
     policy = VLAPolicy(space(*groups), ACTIONS, chunk=CHUNK, head=head, **options)  # type: ignore[arg-type]
     torch.nn.init.normal_(policy.expert.head.weight, std=0.3)
     return policy
+
+
+def mode(policy: VLAPolicy, obs: TensorDict) -> Tensor:
+    """What a policy does without exploring; a flow draws where it starts."""
+    torch.manual_seed(0)
+    action: Tensor = policy(obs, deterministic=True).action
+    return action
 
 
 def with_statistics(policy: VLAPolicy) -> VLAPolicy:
@@ -95,12 +103,53 @@ def test_it_answers_as_an_actor_critic_does(head: str) -> None:
         assert one.shape == other.shape
         assert one.dtype == other.dtype
     assert policy.get_value(obs).shape == peer.get_value(obs).shape
-    assert torch.equal(policy(obs, deterministic=True).action, policy(obs, deterministic=True).action)
+    assert torch.equal(mode(policy, obs), mode(policy, obs))
     assert not torch.equal(policy(obs).action, policy(obs).action)
     stored = policy.act({"observation": obs})
     key = "denoising" if head == "flow" else "action"
     ours, theirs = policy.evaluate_actions(obs, stored[key]), peer.evaluate_actions(obs, stored["action"])
     assert [tensor.shape for tensor in ours] == [tensor.shape for tensor in theirs]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_value_head_values_the_state(head: str) -> None:
+    policy = make(head, value_head=True)
+    assert policy.has_value
+    obs = observe(3, 2)
+    value = policy.get_value(obs)
+    assert value.shape == (3, 2, 1)
+    assert len(value.unique()) == 6
+    output = policy.act({"observation": obs})
+    assert torch.equal(policy.evaluate({"observation": obs, **output}).value, value)
+    assert torch.equal(policy(obs).value, value)
+    value.sum().backward()
+    assert policy.critic is not None
+    for part in (policy.critic, policy.prefix):
+        assert all(parameter.grad is not None for parameter in part.parameters())
+    # Bytes behind the words of an instruction are no part of the mean.
+    alone = policy.get_value(obs[1:2])
+    torch.testing.assert_close(alone, value[1:2], rtol=1e-4, atol=1e-5)
+    without = make(head)
+    assert not without.has_value
+    assert not without.get_value(obs).any()
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_ppo_trains_both_heads_and_learns_the_value(head: str) -> None:
+    env = make_env("pendulum", 4)
+    torch.manual_seed(0)
+    policy = VLAPolicy.for_env(env, head=head, width=32, depth=1, heads=2, value_head=True)
+    algorithm = PPO(policy=policy, cfg=PPOConfig(num_epochs=1, num_minibatches=1, learning_rate=3e-3, gamma=0.0))
+    rollout = SyncCollector(env, policy, keep=PPO.required_keys, seed=0).collect(16)
+    metrics = [algorithm.update(rollout) for _ in range(30)]
+    assert metrics[0]["approx_kl"].item() < 1e-6  # the stored chunk, or path, has the probability it had
+    # With a discount of 0 the value is the next reward, whose variance the mean alone leaves.
+    assert metrics[-1]["value_loss"] < 0.5 * rollout["reward"].var()
+
+
+def test_ppo_refuses_a_policy_that_values_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"this VLAPolicy has no value head. Create it with value_head=True, or"):
+        PPO(policy=VLAPolicy.for_env(make_env("pendulum", 2), width=32, depth=1, heads=2))
 
 
 def test_a_flow_policy_names_what_it_needs_to_evaluate() -> None:
@@ -116,7 +165,7 @@ def test_every_group_changes_the_action(head: str, group: str) -> None:
     obs = observe(2, camera=True)
     other = obs.clone()
     other[group] = observe(3, camera=True)[1:][group]
-    before, after = (policy(each, deterministic=True).action for each in (obs, other))
+    before, after = (mode(policy, each) for each in (obs, other))
     assert not torch.allclose(before, after, atol=1e-6)
 
 
@@ -165,7 +214,7 @@ def test_the_state_dict_goes_round(head: str, rank: int) -> None:
     other = make(head, "state", "instruction", "camera", lora_rank=rank)
     other.load_state_dict(policy.state_dict())
     obs = observe(3, camera=True)
-    assert torch.equal(policy(obs, deterministic=True).action, other(obs, deterministic=True).action)
+    assert torch.equal(mode(policy, obs), mode(other, obs))
 
 
 def gradients(policy: VLAPolicy, loss: Tensor) -> set[str]:

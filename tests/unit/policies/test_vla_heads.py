@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor, distributions
 
 from apexrl.errors import ConfigError
+from apexrl.functional.episodes import stack_episodes
 from apexrl.policies.vla import PI0_CFG_Adapter, VLAPolicy, encode_instruction
 from apexrl.policies.vla.flow import CONDITIONAL, UNCONDITIONAL, sde_step
 from apexrl.policies.vla.likelihood import DiagLaplace, LikelihoodHead
@@ -71,9 +72,9 @@ def test_the_scale_is_bounded_and_can_come_back(raw: float, expected: float, kin
     head.log_std.data.fill_(raw)
     samples = torch.stack([head(torch.zeros(100, 6)).sample() for _ in range(100)])
     assert 0.9 * expected < samples.std() < 1.1 * expected
-    head(torch.zeros(4, 6)).entropy().sum().backward()
-    assert head.log_std.grad is not None
-    assert (head.log_std.grad != 0).all()
+    for sign, inwards in ((1.0, raw > 0), (-1.0, raw < 0)):
+        (gradient,) = torch.autograd.grad(sign * head(torch.zeros(4, 6)).entropy().sum(), head.log_std)
+        assert torch.equal(gradient != 0, torch.full((2,), inwards)), "descent only ever leads back inside"
 
 
 @pytest.mark.parametrize("head", ["likelihood", "flow"])
@@ -156,29 +157,83 @@ def test_the_log_probability_of_a_path_by_hand(guidance: float) -> None:
     torch.testing.assert_close(policy.evaluate({"observation": obs, **output}).entropy, entropy.expand(5, 1))
 
 
-def test_noise_in_the_last_step_is_a_gaussian_around_the_end_of_the_ordinary_equation() -> None:
-    policy = flow_policy(denoising_steps=4, noise="last_step", noise_level=0.6)
+def test_actions_that_were_never_executed_leave_the_last_step_of_a_path() -> None:
+    torch.manual_seed(0)
+    policy = flow_policy(denoising_steps=4, noise_level=0.6)
     assert policy.flow is not None
+    obs = observe(5)
+    with torch.no_grad():
+        output = policy.act({"observation": obs})
+        path, time = output["denoising"], torch.tensor([0.75])
+        velocity = policy.flow.branch(policy.expert, policy.read(obs), path[:, 3:4], time, CONDITIONAL)
+        last = sde_step(path[:, 3:4], velocity, time, 0.25, 0.6).elements(path[:, 4:])[:, 0]
+        # In earlier steps they moved the others, so there they count: one of three actions is executed.
+        expected = output["sample_log_prob"] - last[:, 2:].sum(-1, keepdim=True)
+        steps = torch.ones(5, 1, dtype=torch.int64)
+        found = policy.evaluate({"observation": obs, **output, "valid_steps": steps}).log_prob
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def ordinary(policy: VLAPolicy, obs: TensorDict, noise: Tensor, steps: int) -> Tensor:
+    """Follow the ordinary equation from noise ``[B, D]``."""
+    assert policy.flow is not None
+    x, prefix = noise.unsqueeze(1), policy.read(obs)
+    for k in range(steps):
+        x = x + policy.flow.branch(policy.expert, prefix, x, torch.tensor([k / steps]), CONDITIONAL) / steps
+    return x.squeeze(1)
+
+
+def test_noise_in_the_last_step_is_a_gaussian_around_the_end_of_the_ordinary_equation() -> None:
+    torch.manual_seed(0)
+    policy = flow_policy(denoising_steps=4, noise="last_step", noise_level=0.6)
     obs = observe(4000)
     with torch.no_grad():
         output = policy.act({"observation": obs})
-        path, prefix = output["denoising"], policy.read(obs)
-        assert path.shape == (4000, 2, 6)  # the point before the last step, and the chunk
+        path = output["denoising"]
+        assert path.shape == (4000, 2, 6)  # the first noise, and the chunk
         assert torch.equal(output["action"], path[:, -1])
-        velocity = policy.flow.branch(policy.expert, prefix, path[:, :1], torch.tensor([0.75]), CONDITIONAL).squeeze(1)
-        noise = (path[:, 1] - path[:, 0] - velocity / 4) / 0.6
+        assert path[:, 0].std().item() == pytest.approx(1.0, abs=0.02)
+        noise = (path[:, 1] - ordinary(policy, obs, path[:, 0], 4)) / 0.6
         evaluation = policy.evaluate({"observation": obs, **output})
-        mode = policy.act({"observation": obs}, deterministic=True)["action"]
-        twin = flow_policy(denoising_steps=4)
-        twin.load_state_dict(policy.state_dict())
-        mode_of_twin = twin.act({"observation": obs}, deterministic=True)["action"]
     assert noise.mean().item() == pytest.approx(0.0, abs=0.02)
     assert noise.std().item() == pytest.approx(1.0, abs=0.02)
     expected = distributions.Normal(0.0, 0.6).log_prob(0.6 * noise).sum(-1, keepdim=True)
     torch.testing.assert_close(output["sample_log_prob"], expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(evaluation.log_prob, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(evaluation.entropy, (6 * distributions.Normal(0.0, 0.6).entropy()).expand(4000, 1))
-    assert torch.equal(mode, mode_of_twin)  # which has noise in every step, when it has any
+
+
+def test_noise_in_the_last_step_sees_all_of_the_divergence_that_a_change_causes() -> None:
+    # A constant field that moves by 0.2 moves the end of every path by 0.2, whatever the number of steps: the
+    # divergence is 6 · 0.2² / (2 · 0.5²) = 0.48, and the gradient of each number's field −z / 0.5, z standard normal.
+    torch.manual_seed(0)
+    policy = flow_policy(denoising_steps=5, noise="last_step", noise_level=0.5)
+    torch.nn.init.zeros_(policy.expert.head.weight)
+    obs = observe(4000)
+    with torch.no_grad():
+        output = policy.act({"observation": obs})
+        policy.expert.head.bias.add_(0.2)
+    log_prob = policy.evaluate({"observation": obs, **output}).log_prob
+    assert (output["sample_log_prob"] - log_prob).mean().item() == pytest.approx(0.48, abs=0.05)
+    (gradient,) = torch.autograd.grad(-log_prob.mean(), policy.expert.head.bias)
+    # Σ over the three actions of a chunk of 0.2 / 0.5².
+    torch.testing.assert_close(gradient, torch.full_like(gradient, 2.4), rtol=0.1, atol=0.0)
+
+
+def test_the_gradient_of_a_chunk_passes_through_every_step() -> None:
+    torch.manual_seed(0)
+    policy = flow_policy(denoising_steps=3, noise="last_step", noise_level=0.5)
+    obs = observe(8)
+    with torch.no_grad():
+        output = policy.act({"observation": obs})
+    path, parameters = output["denoising"], list(policy.parameters())
+    end = ordinary(policy, obs, path[:, 0], 3)
+    expected = distributions.Normal(end, 0.5).log_prob(path[:, 1]).sum()
+    found = policy.evaluate({"observation": obs, **output}).log_prob.sum()
+    for one, other in zip(
+        *(torch.autograd.grad(value, parameters, allow_unused=True) for value in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
 def test_guidance_one_is_the_conditional_field_exactly_and_zero_the_unconditional() -> None:
@@ -199,14 +254,15 @@ def test_guidance_one_is_the_conditional_field_exactly_and_zero_the_unconditiona
     torch.testing.assert_close(flow.field(policy.expert, prefix, x, time), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_deterministic_path_follows_the_ordinary_equation() -> None:
-    policy = flow_policy(denoising_steps=3)
-    assert policy.flow is not None
-    obs = observe(2)
-    path = policy.act({"observation": obs}, deterministic=True)["denoising"]
-    assert (path[:, 0] == 0).all()
-    velocity = policy.flow.field(policy.expert, policy.read(obs), path[:, :-1], policy.flow.times)
-    torch.testing.assert_close(path[:, 1:] - path[:, :-1], velocity / 3, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("noise", ["every_step", "last_step"])
+def test_a_deterministic_path_follows_the_ordinary_equation_from_drawn_noise(noise: str) -> None:
+    policy = flow_policy(denoising_steps=3, noise=noise)
+    obs = observe(2000)
+    with torch.no_grad():
+        path = policy.act({"observation": obs}, deterministic=True)["denoising"]
+        assert path[:, 0].mean().item() == pytest.approx(0.0, abs=0.05)
+        assert path[:, 0].std().item() == pytest.approx(1.0, abs=0.05)
+        torch.testing.assert_close(path[:, -1], ordinary(policy, obs, path[:, 0], 3), rtol=1e-4, atol=1e-4)
 
 
 # Classifier-free guidance from advantages
@@ -259,6 +315,37 @@ def test_padded_samples_do_not_count() -> None:
     torch.manual_seed(0)
     losses = PI0_CFG_Adapter(policy).sample_losses(batch, torch.ones(4))
     torch.testing.assert_close(weighted(policy, {**batch, "valid": valid}, torch.ones(4)), losses[[0, 1, 3]].mean())
+
+
+def test_one_advantage_per_episode_is_that_of_all_its_chunks() -> None:
+    policy, lengths = flow_policy(), (3, 1)
+    episodes = [
+        {
+            "group": 0,
+            "observation": TensorDict(dict(observe(length).items()), batch_size=[length]),
+            "action": torch.randn(length, 6),
+            "valid": torch.ones(length, 1, dtype=torch.bool),
+            "metric": TensorDict({"control_steps": torch.full((length, 1), 2.0)}, batch_size=[length]),
+        }
+        for length in lengths
+    ]
+    batch = stack_episodes(episodes)
+    advantages, adapter = torch.tensor([0.5, -0.5]), PI0_CFG_Adapter(policy)
+    adapter.set_episodes(episodes)
+    torch.manual_seed(0)
+    alone = adapter.compute_weighted_loss(advantages)
+    # Of every chunk of three actions two were executed.
+    whole: dict[str, object] = {**dict(batch.items()), "valid_steps": torch.full((3, 2, 1), 2)}
+    assert torch.equal(alone, weighted(policy, whole, advantages))
+    assert torch.equal(alone, weighted(policy, whole, advantages.expand(3, 2).unsqueeze(-1)))
+    assert not torch.equal(alone, weighted(policy, whole, -advantages))
+    adapter.set_episodes(batch)
+    torch.manual_seed(0)
+    assert torch.equal(alone, adapter.compute_weighted_loss(advantages))
+    with pytest.raises(ValueError, match=r"one number per sample \[3, 2\] or one per episode \[2\], got \[4\]"):
+        adapter.compute_weighted_loss(torch.ones(4))
+    with pytest.raises(ValueError, match=r"call set_episodes\(episodes\) before"):
+        PI0_CFG_Adapter(policy).compute_weighted_loss(advantages)
 
 
 def test_the_adapter_needs_a_flow_head() -> None:

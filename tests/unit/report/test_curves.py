@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ from apexrl.report.curves import (
     common_axis,
     evaluation_curve,
     final_estimate,
-    mean_interval,
     summarize,
     task_estimates,
     thin,
@@ -40,7 +40,11 @@ def test_the_mean_over_seeds_goes_as_far_as_all_of_them(tmp_path: Path) -> None:
     assert curve.mean[0].tolist() == [100.0, 200.0]
     assert curve.mean[1].tolist() == [1.5, 2.5]
     assert curve.interval is not None
-    assert [bound.tolist() for bound in curve.interval] == [[1.0, 2.0], [2.0, 3.0]]  # of two seeds: their range
+    # Student's t of two values one apart: t with one degree of freedom is 12.706.
+    assert [bound.tolist() for bound in curve.interval] == [
+        pytest.approx([1.5 - 6.353, 2.5 - 6.353], abs=1e-3),
+        pytest.approx([1.5 + 6.353, 2.5 + 6.353], abs=1e-3),
+    ]
     assert [len(places) for places, _ in curve.runs] == [4, 2]
 
 
@@ -56,12 +60,11 @@ def test_runs_without_a_common_stretch_have_no_mean() -> None:
     assert len(curve.runs) == 2
 
 
-def test_the_interval_of_a_mean_narrows_with_the_number_of_seeds() -> None:
-    noise = np.random.default_rng(0).normal(size=(40, 1))
-    few, many = mean_interval(noise[:10]), mean_interval(noise)
-    assert few[0] < 0 < few[1]
-    # The standard error of a mean of 40 is 0.158, so its 95 % interval is about 0.62 wide.
-    assert float((many[1] - many[0])[0]) == pytest.approx(2 * 1.96 * noise.std() / np.sqrt(40), rel=0.1)
+def test_the_interval_of_a_rate_stays_within_0_and_1() -> None:
+    runs = [(np.array([0.0, 1.0]), np.array([0.0, 1.0])), (np.array([0.0, 1.0]), np.array([0.2, 0.7]))]
+    interval = summarize(runs, is_rate=True).interval
+    assert interval is not None
+    assert [bound.tolist() for bound in interval] == [[0.0, 0.0], [1.0, 1.0]]
 
 
 def test_evaluations_of_one_run_have_their_recorded_intervals(tmp_path: Path) -> None:
@@ -82,7 +85,9 @@ def test_the_final_evaluation_is_the_last_one_and_seeds_give_its_interval(tmp_pa
     (group,) = groups_of(*paths)
     estimate = final_estimate(group, "return")
     assert estimate is not None
-    assert (estimate.mean, estimate.low, estimate.high) == (3.0, 2.0, 4.0)  # of 2, 3 and 4
+    # Of 2, 3 and 4: s = 1, t with two degrees of freedom is 4.3027.
+    assert (estimate.mean, estimate.low) == pytest.approx((3.0, 3 - 4.3027 / math.sqrt(3)), abs=1e-4)
+    assert estimate.high - 3 == pytest.approx(3 - estimate.low)
     assert final_estimate(group, "episode_len") is None
 
 

@@ -120,7 +120,15 @@ def test_a_page_about_almost_nothing_says_what_is_missing(tmp_path: Path) -> Non
         assert found.has(text), text
 
 
-@pytest.mark.filterwarnings("error")
+def test_a_note_says_that_few_seeds_give_unreliable_intervals(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"run-{seed}", seed=seed) for seed in range(5)]
+    note = "seeds are unreliable: use at least 5 seeds."
+    assert report(*runs[:4]).has(f"The intervals of 4 {note}")
+    assert not report(*runs).has(note)
+    assert not report(runs[0]).has(note)
+
+
+@pytest.mark.filterwarnings("error", "ignore::apexrl.errors.FewSamplesWarning")
 def test_numbers_at_the_edge_and_half_a_character_still_give_a_page(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", task__id="\ud800")
     evaluate_run(path, 400, **{"return": [1.0, 3.0]})

@@ -19,18 +19,19 @@ SUITES: tuple[str, ...] = (*_METAWORLD, *_LIBERO)
 """The names ``make_suite`` knows; ``metaworld:`` and a task, such as ``metaworld:reach-v3``, is a suite of one task."""
 
 
-def make_suite(benchmark_name: str, task_names: Sequence[str] = (), **options: Any) -> TaskSuite:
+def make_suite(benchmark_name: str, task_names: Sequence[str] | None = None, **options: Any) -> TaskSuite:
     """Make a suite by its name.
 
     Args:
         benchmark_name: one of ``SUITES``, or ``metaworld:NAME`` with a task's name, ``MT10`` or ``MT50``.
-        task_names: the tasks wanted, in this order; all of them when empty.
+        task_names: the tasks wanted, in this order; all of them when None or empty.
         **options: those of ``MetaWorldSuite`` or ``LiberoSuite``, such as ``horizon`` and ``cameras``.
 
     Raises:
         ConfigError: for an unknown suite, task or option, with the nearest known one, or a task named twice.
         EnvError: when the suite's package is not installed.
     """
+    task_names = task_names or ()
     if len(set(task_names)) < len(task_names):
         raise ConfigError(f"task.task_names_to_use must name each task once, got {list(task_names)}.")
     if benchmark_name in _LIBERO:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import gymnasium as gym
 import numpy as np
@@ -12,9 +12,21 @@ from numpy.typing import NDArray
 
 from apexrl.errors import ConfigError
 
-Split = Literal["train", "val"]
+Split = Literal["train", "val", "test"]
+"""``test`` is another name of ``val``: the initial states that are never trained on."""
 INSTRUCTION_BYTES = 96
 """How long an instruction is in an observation: UTF-8, padded with zeros."""
+
+
+def own_split(split: str) -> Literal["train", "val"]:
+    """Return the split that a name stands for.
+
+    Raises:
+        ConfigError: when there is none of that name.
+    """
+    if split not in get_args(Split):
+        raise ConfigError(f"split must be one of {', '.join(get_args(Split))}, got {split!r}.")
+    return "train" if split == "train" else "val"
 
 
 def encode_instruction(text: str) -> NDArray[np.uint8]:
@@ -101,7 +113,22 @@ class TaskSuite(ABC):
 
     @abstractmethod
     def init_states(self, task_id: int, split: Split = "train") -> list[NDArray[np.float64]]:
-        """Return the initial states of a task, the same ones at every call; those of ``val`` are never trained on."""
+        """Return the initial states of a task, the same ones at every call; those of ``val`` are never trained on.
+
+        A suite need not know ``test``: it is asked for ``train`` and ``val`` alone.
+        """
+
+    def get_task_init_states(self, task_id: int, split: Split = "train") -> NDArray[np.float64]:
+        """Return the initial states of a task as rows ``[n, D]``."""
+        return np.stack(self.init_states(task_id, own_split(split)))
+
+    def random_init_state(self, task_id: int, seed: Sequence[int]) -> NDArray[np.float64]:
+        """Return an initial state of a task drawn at random, the same one for the same seed; suites that can, do.
+
+        Raises:
+            ConfigError: when the suite has none but those of its splits.
+        """
+        raise ConfigError(f"task.random_init: '{self.name}' has fixed initial states only; set it to false.")
 
     @abstractmethod
     def make_simulator(self, task_id: int) -> Simulator:

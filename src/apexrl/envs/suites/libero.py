@@ -26,7 +26,7 @@ import yaml
 from numpy.typing import NDArray
 
 from apexrl.envs.display import draw_without_display
-from apexrl.envs.suites.base import Simulator, Split, TaskSuite
+from apexrl.envs.suites.base import Simulator, Split, TaskSuite, own_split
 from apexrl.envs.suites.painting import Painter
 from apexrl.errors import ConfigError, EnvError, EnvStateError, did_you_mean
 
@@ -155,7 +155,7 @@ class LiberoSuite(TaskSuite):
         allowed: list[Any] = [old_name, np.ndarray, np.dtype, type(np.dtype(np.float64))]
         with torch.serialization.safe_globals(allowed):
             states = np.asarray(torch.load(self._init_files[task_id], weights_only=True), np.float64)
-        return list(states[:NUM_TRAIN_STATES] if split == "train" else states[NUM_TRAIN_STATES:])
+        return list(states[:NUM_TRAIN_STATES] if own_split(split) == "train" else states[NUM_TRAIN_STATES:])
 
     def make_simulator(self, task_id: int) -> LiberoSimulator:
         """Make the simulator of a task (1 to 5 s).

@@ -8,14 +8,14 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
 from apexrl.envs.display import draw_without_display
-from apexrl.envs.suites.base import Simulator, Split, TaskSuite
+from apexrl.envs.suites.base import Simulator, Split, TaskSuite, own_split
 from apexrl.envs.suites.instructions import INSTRUCTIONS, MT10
 from apexrl.envs.suites.painting import Painter
 from apexrl.errors import ConfigError, EnvError, did_you_mean
@@ -250,7 +250,12 @@ class MetaWorldSuite(TaskSuite):
         self.observation_space = gym.spaces.Dict(groups)
 
     def init_states(self, task_id: int, split: Split = "train") -> list[NDArray[np.float64]]:  # noqa: D102
-        return list(_init_states(self.task_names[task_id], split, self.num_init_states))
+        return list(_init_states(self.task_names[task_id], own_split(split), self.num_init_states))
+
+    def random_init_state(self, task_id: int, seed: Sequence[int]) -> NDArray[np.float64]:
+        """Return the state after a reset of Meta-World from a seed; those of the splits have other seeds."""
+        name = self.task_names[task_id]
+        return _draw_state(_blind_simulator(name), name, (2, *seed))
 
     def make_simulator(self, task_id: int) -> MetaWorldSimulator:  # noqa: D102
         return MetaWorldSimulator(
@@ -294,17 +299,25 @@ def _speed_up(env: Any, touches: Callable[[int], bool]) -> None:
 
 
 @functools.cache
-def _init_states(task_name: str, split: Split, num_states: int) -> tuple[NDArray[np.float64], ...]:
+def _blind_simulator(task_name: str) -> MetaWorldSimulator:
+    """Return a simulator without cameras, kept to draw random states with."""
+    return MetaWorldSimulator(task_name)
+
+
+def _draw_state(simulator: MetaWorldSimulator, task_name: str, seed: Sequence[int]) -> NDArray[np.float64]:
+    simulator.start(np.random.default_rng((TASK_NAMES.index(task_name), *seed)))
+    state = simulator.state()
+    state.flags.writeable = False
+    return state
+
+
+@functools.cache
+def _init_states(task_name: str, split: Literal["train", "val"], num_states: int) -> tuple[NDArray[np.float64], ...]:
     """Each state has a seed of its own, so it does not depend on the others or on the process."""
-    simulator, states = MetaWorldSimulator(task_name), []
-    for number in range(num_states):
-        seed = (TASK_NAMES.index(task_name), get_args(Split).index(split), number)
-        simulator.start(np.random.default_rng(seed))
-        state = simulator.state()
-        state.flags.writeable = False
-        states.append(state)
+    simulator = MetaWorldSimulator(task_name)
+    states = tuple(_draw_state(simulator, task_name, (int(split == "val"), number)) for number in range(num_states))
     simulator.close()
-    return tuple(states)
+    return states
 
 
 def _check_names(field: str, names: Sequence[str], known: Sequence[str]) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.errors import ConfigError
+from apexrl.functional.episodes import stack_episodes
 from apexrl.policies.vla.flow import CONDITIONAL, UNCONDITIONAL, masked_mean_square
-from apexrl.policies.vla.policy import VLAPolicy
-from apexrl.types import OBSERVATION, VALID
+from apexrl.policies.vla.policy import VALID_STEPS, VLAPolicy
+from apexrl.types import ACTION, METRIC, OBSERVATION, VALID
+
+Batch = Mapping[str, Any] | TensorDict
 
 
 class PI0_CFG_Adapter:  # noqa: N801  the name that the recipe gives it
@@ -36,13 +39,25 @@ class PI0_CFG_Adapter:  # noqa: N801  the name that the recipe gives it
         if unconditional_weight < 0.0:
             raise ConfigError(f"unconditional_weight must be at least 0, got {unconditional_weight}.")
         self.policy, self.unconditional_weight = policy, unconditional_weight
+        self._episodes: TensorDict | None = None
 
-    def sample_losses(self, batch: Mapping[str, Any] | TensorDict, advantages: Tensor) -> Tensor:
+    def set_episodes(self, episodes: TensorDict | Sequence[Mapping[str, Any]]) -> None:
+        """Take the episodes that ``compute_weighted_loss(advantages)`` is about.
+
+        Args:
+            episodes: what ``RolloutGenerator.generate_rollouts`` returned, or a batch ``[T, E]`` of its ``collect``.
+        """
+        batch = stack_episodes(episodes) if isinstance(episodes, Sequence) else episodes.copy()
+        if METRIC in batch and "control_steps" in batch[METRIC].keys():  # noqa: SIM118
+            batch[VALID_STEPS] = batch[METRIC]["control_steps"].long()  # what follows the goal was never executed
+        self._episodes = batch
+
+    def sample_losses(self, batch: Batch, advantages: Tensor) -> Tensor:
         """Return L_i ``[B]`` of every sample of a batch, its leading dimensions made one.
 
         Args:
             batch: ``observation``, ``action [..., chunk * A]``, and perhaps ``valid_steps [..., 1]``.
-            advantages: one number a sample, ``[...]`` or ``[..., 1]``.
+            advantages: one number per sample, ``[...]`` or ``[..., 1]``; or one per episode of a batch ``[T, E]``.
         """
         policy, flow = self.policy, self.policy.flow
         assert flow is not None
@@ -54,13 +69,44 @@ class PI0_CFG_Adapter:  # noqa: N801  the name that the recipe gives it
             masked_mean_square(flow.branch(policy.expert, prefix, point, time, branch).squeeze(1) - target, mask)
             for branch in (CONDITIONAL, UNCONDITIONAL)
         )
-        better = (advantages.reshape(-1) > 0.0).to(conditional.dtype)
+        better = (_per_sample(advantages, batch[ACTION].shape[:-1]) > 0.0).to(conditional.dtype)
         return better * conditional + self.unconditional_weight * unconditional
 
-    def compute_weighted_loss(self, batch: Mapping[str, Any] | TensorDict, advantages: Tensor) -> Tensor:
-        """Return the mean of L_i over the samples that ``valid [..., 1]`` keeps; all when there is no such key."""
+    @overload
+    def compute_weighted_loss(self, advantages: Tensor, /) -> Tensor: ...
+
+    @overload
+    def compute_weighted_loss(self, batch: Batch, advantages: Tensor) -> Tensor: ...
+
+    def compute_weighted_loss(self, batch: Batch | Tensor, advantages: Tensor | None = None) -> Tensor:
+        """Return the mean of L_i over the samples that ``valid [..., 1]`` keeps; all when there is no such key.
+
+        With the advantages alone, one per episode ``[E]``, the samples are those of ``set_episodes``.
+        """
+        if isinstance(batch, Tensor):
+            if advantages is not None or self._episodes is None:
+                raise ValueError(
+                    "compute_weighted_loss(advantages) needs the episodes: call set_episodes(episodes) before, or "
+                    "compute_weighted_loss(batch, advantages)."
+                )
+            batch, advantages = self._episodes.to(self.policy.device), batch
+        if advantages is None:
+            raise TypeError("compute_weighted_loss needs advantages: one per sample, or one per episode.")
         losses = self.sample_losses(batch, advantages)
         if VALID not in batch.keys():  # noqa: SIM118
             return losses.mean()
         valid: Tensor = batch[VALID].reshape(-1)
         return torch.where(valid, losses, 0.0).sum() / valid.sum().clamp_min(1)
+
+
+def _per_sample(advantages: Tensor, shape: torch.Size) -> Tensor:
+    """Return one advantage per sample, ``[B]``, of a batch with these leading dimensions."""
+    flat = advantages.reshape(-1)
+    if len(flat) == shape.numel():
+        return flat
+    if len(shape) == 2 and len(flat) == shape[1]:
+        return flat.expand(shape).reshape(-1)
+    raise ValueError(
+        f"advantages must hold one number per sample {list(shape)}"
+        f"{f' or one per episode [{shape[1]}]' if len(shape) == 2 else ''}, got {list(advantages.shape)}."
+    )

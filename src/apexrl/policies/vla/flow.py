@@ -14,9 +14,10 @@ x' ~ N(x + h (v − ½ η² (x − t v)),  η² (1 − t) h)
 
 so that a whole path has a likelihood: log π = Σ_k log N(x_{k+1}; mean_k, std_k), given its first noise.
 
-Or only the last step is noisy, x' ~ N(x + h v, η²), given the point x before it, as if that did not depend on the
-weights. What is explored is then what the probability is of, while noise in an earlier step is mostly undone by the
-steps that follow and is only noise in the gradient.
+Or only the last step is noisy: a ~ N(F(ε), η²), F the end of the ordinary equation that starts at the first noise ε.
+Given ε, whose density does not depend on the weights, ratio and divergence are exact, and gradients pass through all
+steps. What is explored is then what the probability is of, while noise in an earlier step is mostly undone by the steps
+that follow and is only noise in the gradient.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class FlowHead(nn.Module):
             raise ConfigError(f"policy.condition_dropout must lie in [0, 1], got {condition_dropout}.")
         self.steps, self.noise_level, self.guidance = denoising_steps, noise_level, guidance
         self.num_noisy = denoising_steps if noise == "every_step" else 1
-        """The last steps, in which noise is added."""
+        """Steps in which noise is added."""
         self.noise = noise
         self.condition_dropout = condition_dropout
         self.action = nn.Linear(num_actions, expert_width)
@@ -126,38 +127,49 @@ class FlowHead(nn.Module):
         return unconditional + self.guidance * (conditional - unconditional)
 
     def sample(self, expert: ActionExpert, prefix: Prefix, *, deterministic: bool) -> tuple[Tensor, Tensor]:
-        """Return paths to normalised chunks, from where noise is added, and their log-probabilities ``[B, 1]``.
+        """Return paths to normalised chunks and their log-probabilities ``[B, 1]``.
 
-        A path is ``[B, num_noisy + 1, C * A]``. A deterministic one starts at 0, the middle of the noise, and follows
-        the ordinary equation.
+        A path is ``[B, num_noisy + 1, C * A]``: the first noise, then every point that has a density. A deterministic
+        one also begins at drawn noise, because the middle of it may lie between modes, and follows the ordinary
+        equation.
         """
-        x = torch.zeros(prefix.keys[0].shape[0], 1, expert.chunk * expert.num_actions, device=self.times.device)
-        if not deterministic:
-            x.normal_()
+        x = torch.randn(prefix.keys[0].shape[0], 1, expert.chunk * expert.num_actions, device=self.times.device)
         path, log_prob = [x], torch.zeros_like(x[..., :1])
-        for number, time in enumerate(self.times.split(1), start=1):
-            velocity = self.field(expert, prefix, x, time)
-            if number <= self.steps - self.num_noisy:
-                x = x + velocity / self.steps
-                path = [x]
-                continue
-            step = self._step(x, velocity, time)
-            x = x + velocity / self.steps if deterministic else step.sample()
+        for time in self.times.split(1)[-self.num_noisy :]:
+            step, end = self._step(expert, prefix, x, time)
+            x = end if deterministic else step.sample()
             log_prob = log_prob + step.log_prob(x)
             path.append(x)
         return torch.cat(path, 1), log_prob.squeeze(1)
 
-    def evaluate(self, expert: ActionExpert, prefix: Prefix, path: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy ``[B, 1]`` of stored paths, all steps at once."""
-        x, times = path[:, :-1], self.times[-self.num_noisy :]
-        steps = self._step(x, self.field(expert, prefix, x, times), times)
-        return steps.log_prob(path[:, 1:]).sum(1), steps.entropy().sum(1)
+    def evaluate(self, expert: ActionExpert, prefix: Prefix, path: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy ``[B, 1]`` of stored paths, all noisy steps at once.
 
-    def _step(self, x: Tensor, velocity: Tensor, time: Tensor) -> DiagGaussian:
-        """Return the distributions of the next points of ``[B, S, C * A]`` at times ``[S]``."""
+        Args:
+            expert: gives the field.
+            prefix: of the observations.
+            path: as ``sample`` returned it.
+            mask: ``[B, C * A]``, 0 for actions that were never executed. They count up to the last step, where they
+                still move the others.
+        """
+        steps, _ = self._step(expert, prefix, path[:, :-1], self.times[-self.num_noisy :])
+        elements = steps.elements(path[:, 1:])
+        log_prob = elements[:, :-1].sum((1, 2)) + (elements[:, -1] * mask).sum(-1)
+        return log_prob.unsqueeze(-1), steps.entropy().sum(1)
+
+    def _step(self, expert: ActionExpert, prefix: Prefix, x: Tensor, time: Tensor) -> tuple[DiagGaussian, Tensor]:
+        """Return the distributions of what follows points ``[B, S, C * A]`` at times ``[S]``, and it without noise.
+
+        With ``every_step`` that is the next point; with ``last_step`` the points are the first noise, and what follows
+        is the chunk.
+        """
         if self.noise == "every_step":
-            return sde_step(x, velocity, time.unsqueeze(-1), 1.0 / self.steps, self.noise_level)
-        return DiagGaussian(x + velocity / self.steps, torch.full_like(time.unsqueeze(-1), math.log(self.noise_level)))
+            velocity = self.field(expert, prefix, x, time)
+            step = sde_step(x, velocity, time.unsqueeze(-1), 1.0 / self.steps, self.noise_level)
+            return step, x + velocity / self.steps
+        for each in self.times.split(1):
+            x = x + self.field(expert, prefix, x, each) / self.steps
+        return DiagGaussian(x, torch.full_like(x[:1, :1, :1], math.log(self.noise_level))), x
 
     def interpolate(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Draw noise and time; returns points ``[B, 1, D]``, times ``[B, 1]`` and the velocity to learn."""

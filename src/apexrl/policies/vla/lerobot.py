@@ -58,7 +58,7 @@ class LeRobotPolicy(Policy):
         chunk: int,
         cameras: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(observation_space, action_space)
         spaces = leaf_spaces(observation_space)
         for name in (STATE_KEY, INSTRUCTION_KEY):
             if name not in spaces:
@@ -137,12 +137,15 @@ class LeRobotPolicy(Policy):
         self.scaling.set_statistics(state_mean, state_std, action_mean, action_std, min_std)
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
-        """Return ``action``: the first ``chunk`` actions of its own chunk; ``deterministic`` starts from noise 0."""
-        return {ACTION: self._predict(carry[OBSERVATION], deterministic)}
+        """Return ``action``: the first ``chunk`` actions of its own chunk.
+
+        It follows the ordinary equation from noise that is drawn, ``deterministic`` or not, for it never explores.
+        """
+        return {ACTION: self._predict(carry[OBSERVATION])}
 
     def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
         """Return the action; log-probability and value are NaN and zero, because a LeRobot policy has neither."""
-        action = self._predict(obs, deterministic)
+        action = self._predict(obs)
         value = torch.zeros_like(action[..., :1])
         return PolicyOutput(action, torch.full_like(value, torch.nan), value)
 
@@ -153,6 +156,11 @@ class LeRobotPolicy(Policy):
             ConfigError: always.
         """
         raise ConfigError("A LeRobot policy gives no log-probabilities; use algo.name bc, or policy.kind vla.")
+
+    @property
+    def has_value(self) -> bool:
+        """There is no critic."""
+        return False
 
     def get_value(self, obs: Observation) -> Tensor:
         """Return zeros: there is no critic."""
@@ -188,15 +196,9 @@ class LeRobotPolicy(Policy):
         batch[TOKENS], batch[ATTENTION] = ids.to(state.device), mask.bool().to(state.device)
         return batch
 
-    def _predict(self, obs: Observation, deterministic: bool) -> Tensor:
-        inputs = self.inputs(obs)
-        options: dict[str, Tensor] = {}
-        if deterministic:
-            config: Any = self.inner.config
-            shape = (len(inputs[STATE]), config.chunk_size, config.max_action_dim)
-            options["noise"] = torch.zeros(shape, device=inputs[STATE].device)
+    def _predict(self, obs: Observation) -> Tensor:
         predict: Any = self.inner.predict_action_chunk
-        actions: Tensor = predict(inputs, **options)[:, : self.chunk, : self.num_actions]
+        actions: Tensor = predict(self.inputs(obs))[:, : self.chunk, : self.num_actions]
         return self.scaling.restore_action(actions.reshape(*leaves(obs)[STATE_KEY].shape[:-1], -1))
 
 

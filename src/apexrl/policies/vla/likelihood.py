@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from apexrl.errors import ConfigError
-from apexrl.models import DiagGaussian, Distribution
+from apexrl.models import DiagGaussian
+from apexrl.models.distributions import bounded
 
 DistributionKind = Literal["gaussian", "laplace"]
 
@@ -52,7 +53,7 @@ class LikelihoodHead(nn.Module):
     """Makes distributions over normalised chunks from their means.
 
     The scale is the exponential of a bounded logarithm, so it is positive and finite by construction. The bound passes
-    gradients through, so a logarithm that reached it can come back.
+    gradients inwards only, so a logarithm that reached it stays near and can come back.
 
     Args:
         chunk: actions of a chunk.
@@ -87,17 +88,15 @@ class LikelihoodHead(nn.Module):
         self.bounds = (math.log(min_std), math.log(max_std))
         self.log_std = nn.Parameter(torch.full((num_actions,), math.log(init_std)), requires_grad=learn_std)
 
-    def forward(self, mean: Tensor) -> Distribution:
+    def forward(self, mean: Tensor) -> DiagGaussian | DiagLaplace:
         """Return the distribution of chunks with means ``[..., chunk * A]``."""
         return self.around(mean, self.log_std)
 
     def around(self, mean: Tensor, log_std: Tensor) -> DiagGaussian | DiagLaplace:
         """Return the distribution for a given logarithm of the scale ``[A]``."""
-        bounded = log_std.clamp(*self.bounds)
-        if torch.is_grad_enabled():
-            bounded = log_std + (bounded - log_std).detach()
+        log_std = bounded(log_std, *self.bounds)
         make = DiagGaussian if self.distribution == "gaussian" else DiagLaplace
-        return make(mean, bounded.repeat(self.chunk))
+        return make(mean, log_std.repeat(self.chunk))
 
     def imitation_loss(self, mean: Tensor, action: Tensor, mask: Tensor) -> Tensor:
         """Negative log-likelihood ``[...]`` of demonstrated chunks, over the dimensions that ``mask`` keeps.
@@ -105,10 +104,5 @@ class LikelihoodHead(nn.Module):
         The scale is taken as given: imitation would shrink it to the fit of a few demonstrations, and nothing would be
         left to explore with.
         """
-        distribution = self.around(mean, self.log_std.detach())
-        if isinstance(distribution, DiagLaplace):
-            elements = distribution.elements(action)
-        else:
-            z = (action - mean) / distribution.std
-            elements = -0.5 * z.square() - distribution.log_std - 0.5 * math.log(2.0 * math.pi)
+        elements = self.around(mean, self.log_std.detach()).elements(action)
         return -(elements * mask).sum(-1)

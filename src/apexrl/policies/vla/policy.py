@@ -13,11 +13,11 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl.errors import ConfigError, did_you_mean
-from apexrl.models import Distribution, leaves
+from apexrl.models import DiagGaussian, Distribution, leaves
 from apexrl.models.encoder import is_picture, leaf_spaces, select_groups
 from apexrl.policies.base import Policy
-from apexrl.policies.vla.flow import FlowHead, NoiseKind
-from apexrl.policies.vla.likelihood import DistributionKind, LikelihoodHead
+from apexrl.policies.vla.flow import FlowHead, NoiseKind, masked_mean_square
+from apexrl.policies.vla.likelihood import DiagLaplace, DistributionKind, LikelihoodHead
 from apexrl.policies.vla.model import SIZES, ActionExpert, Dimensions, Prefix, PrefixTransformer
 from apexrl.policies.vla.scaling import Scaling
 from apexrl.policies.vla.towers import PictureTower, StateTower, TextTower, default_patch
@@ -35,7 +35,7 @@ from apexrl.types import (
 DENOISING = "denoising"
 """``[..., K + 1, chunk * A]``: the path from noise to the normalised chunk that a flow policy took."""
 VALID_STEPS = "valid_steps"
-"""``[..., 1]``: how many actions of a demonstrated chunk are real; the others are padding."""
+"""``[..., 1]``: how many actions of a chunk were demonstrated, or executed; the others do not count."""
 FREEZABLE = ("vision", "text", "state", "prefix", "expert")
 
 
@@ -68,6 +68,7 @@ class VLAPolicy(Policy):
         condition_dropout: share of demonstrations that train the flow head's unconditional branch.
         lora_rank: train additions of this rank instead of the transformers' weights; 0 trains the weights.
         freeze: parts that are not trained: vision, text, state, prefix, expert.
+        value_head: value states, for PPO: a small network on the mean of the prefix's tokens.
     """
 
     def __init__(
@@ -98,8 +99,9 @@ class VLAPolicy(Policy):
         condition_dropout: float = 0.1,
         lora_rank: int = 0,
         freeze: Sequence[str] = (),
+        value_head: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(observation_space, action_space)
         num_actions = _action_size(action_space, chunk)
         spaces = select_groups(leaf_spaces(observation_space), None, privileged=False)
         self.cameras = [path for path, box in spaces.items() if is_picture(box)]
@@ -150,6 +152,15 @@ class VLAPolicy(Policy):
         else:
             raise ConfigError(f"policy.head must be likelihood or flow, got '{head}'.")
         self._freeze(freeze, lora_rank)
+        self.critic: nn.Sequential | None = None
+        if value_head:
+            D = dimensions.width
+            self.critic = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), nn.GELU(), nn.Linear(D, 1))
+
+    @property
+    def has_value(self) -> bool:
+        """Whether there is a value head."""
+        return self.critic is not None
 
     @property
     def extra_keys(self) -> tuple[str, ...]:
@@ -184,42 +195,78 @@ class VLAPolicy(Policy):
         return self._distribution(shape, prefix)
 
     def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
-        """Return action, log-probability and a value of zero."""
-        output = self._act(obs, deterministic)
-        log_prob = output[SAMPLE_LOG_PROB]
-        return PolicyOutput(output[ACTION], log_prob, torch.zeros_like(log_prob))
+        """Return action, log-probability and value, which is zero without a value head."""
+        shape, prefix = self._read(obs)
+        output = self._act(shape, prefix, deterministic)
+        return PolicyOutput(output[ACTION], output[SAMPLE_LOG_PROB], self._value(shape, prefix))
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
-        """Return ``action``, ``sample_log_prob`` and, of a flow policy, ``denoising``."""
-        return self._act(carry[OBSERVATION], deterministic)
+        """Return ``action``, ``sample_log_prob`` and, of a flow policy, ``denoising``.
 
-    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
+        ``deterministic`` takes the mean of the likelihood head, and the ordinary equation of the flow head, which draws
+        where that starts: seed PyTorch to get the same action again.
+        """
+        return self._act(*self._read(carry[OBSERVATION]), deterministic)
+
+    def evaluate_actions(
+        self, obs: Observation, action: Tensor, valid_steps: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy of stored chunks ``[..., chunk * A]``.
 
         A flow policy gives probabilities to whole paths: it takes ``denoising`` in the place of the action.
+
+        Args:
+            obs: ``[...]``.
+            action: the chunks, or paths.
+            valid_steps: ``[..., 1]``, how many actions of each chunk were executed; the others are left out of the
+                log-probability. None when all were.
         """
-        shape, prefix = self._read(obs)
+        return self._score(*self._read(obs), action, valid_steps)
+
+    def _score(
+        self, shape: torch.Size, prefix: Prefix, action: Tensor, valid_steps: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        mask = self._mask(shape, valid_steps)
         if self.likelihood is not None:
             distribution = self._distribution(shape, prefix)
-            return distribution.log_prob(self.scaling.action(action)), distribution.entropy()
+            elements = distribution.elements(self.scaling.action(action)) * mask
+            return elements.sum(-1, keepdim=True), distribution.entropy()
         assert self.flow is not None
         if action.ndim != len(shape) + 2:
             raise ValueError(
                 f"A flow policy evaluates paths [..., {self.flow.num_noisy + 1}, {action.shape[-1]}], got actions "
                 f"{list(action.shape)}. Give batch['{DENOISING}'], which act() returned, or call evaluate(batch)."
             )
-        log_prob, entropy = self.flow.evaluate(self.expert, prefix, action.reshape(-1, *action.shape[-2:]))
+        path = action.reshape(-1, *action.shape[-2:])
+        log_prob, entropy = self.flow.evaluate(self.expert, prefix, path, mask.flatten(0, -2))
         return log_prob.reshape(*shape, 1), entropy.reshape(*shape, 1)
 
     def get_value(self, obs: Observation) -> Tensor:
-        """Return zeros: there is no critic."""
-        return torch.zeros(*self._shape(leaves(obs)), 1, device=self.device)
+        """Return the value of states; zeros without a value head."""
+        if self.critic is None:
+            return torch.zeros(*self._shape(leaves(obs)), 1, device=self.device)
+        return self._value(*self._read(obs))
+
+    def _value(self, shape: torch.Size, prefix: Prefix) -> Tensor:
+        """Return values ``[*shape, 1]`` from the mean of what the last layer makes of the tokens."""
+        if self.critic is None:
+            return torch.zeros(*shape, 1, device=self.device)
+        tokens = prefix.values[-1].transpose(1, 2).flatten(2)
+        if prefix.bias is None:
+            mean = tokens.mean(1)
+        else:
+            present = (prefix.bias[:, 0, 0] == 0).unsqueeze(-1)
+            mean = torch.where(present, tokens, 0.0).sum(1) / present.sum(1)
+        value: Tensor = self.critic(mean)
+        return value.float().reshape(*shape, 1)
 
     def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
-        """Evaluate stored chunks, or the stored paths of a flow policy."""
+        """Evaluate stored chunks, or the stored paths of a flow policy, as far as ``valid_steps`` says."""
         stored = batch[ACTION] if self.flow is None else batch[DENOISING]
-        log_prob, entropy = self.evaluate_actions(batch[OBSERVATION], stored)
-        return Evaluation(log_prob, entropy, torch.zeros_like(log_prob))
+        valid_steps = batch[VALID_STEPS] if VALID_STEPS in batch.keys() else None  # noqa: SIM118
+        shape, prefix = self._read(batch[OBSERVATION])
+        log_prob, entropy = self._score(shape, prefix, stored, valid_steps)
+        return Evaluation(log_prob, entropy, self._value(shape, prefix))
 
     def imitation_loss(self, batch: Mapping[str, Any] | TensorDict) -> Tensor:
         """Return the loss ``[...]`` of each demonstrated chunk.
@@ -238,21 +285,36 @@ class VLAPolicy(Policy):
             loss = self.flow.imitation_loss(self.expert, prefix, action, mask)
         return loss.reshape(shape)
 
+    def imitation_error(self, batch: Mapping[str, Any] | TensorDict) -> Tensor:
+        """Return the mean squared error ``[...]`` of each demonstrated chunk, over its numbers and for both heads.
+
+        Of the likelihood head's mean, on normalised actions, or of the flow's field. ``batch`` is that of
+        ``imitation_loss``.
+        """
+        if self.flow is not None:
+            return self.imitation_loss(batch)
+        shape, prefix = self._read(batch[OBSERVATION])
+        action, mask = self.targets(batch)
+        return masked_mean_square(self._mean(prefix) - action, mask).reshape(shape)
+
     def targets(self, batch: Mapping[str, Any] | TensorDict) -> tuple[Tensor, Tensor]:
         """Return normalised chunks ``[B, chunk * A]`` of a batch, and 1 for every number that is no padding."""
         action = self.scaling.action(batch[ACTION])
-        mask = torch.ones_like(action)
-        if VALID_STEPS in batch.keys():  # noqa: SIM118
-            real = torch.arange(self.chunk, device=action.device) < batch[VALID_STEPS]
-            mask = real.repeat_interleave(self.expert.num_actions, -1).to(action.dtype)
-        return action.flatten(0, -2), mask.flatten(0, -2)
+        valid_steps = batch[VALID_STEPS] if VALID_STEPS in batch.keys() else None  # noqa: SIM118
+        return action.flatten(0, -2), self._mask(action.shape[:-1], valid_steps).flatten(0, -2)
+
+    def _mask(self, shape: torch.Size, valid_steps: Tensor | None) -> Tensor:
+        """Return 1 for the numbers of a chunk that count, ``[*shape, chunk * A]``."""
+        if valid_steps is None:
+            return torch.ones(*shape, self.chunk * self.expert.num_actions, device=self.device)
+        counts = torch.arange(self.chunk, device=self.device) < valid_steps
+        return counts.repeat_interleave(self.expert.num_actions, -1).float()
 
     def read(self, obs: Observation) -> Prefix:
         """Return the prefix of observations, their leading dimensions made one."""
         return self._read(obs)[1]
 
-    def _act(self, obs: Observation, deterministic: bool) -> dict[str, Tensor]:
-        shape, prefix = self._read(obs)
+    def _act(self, shape: torch.Size, prefix: Prefix, deterministic: bool) -> dict[str, Tensor]:
         if self.likelihood is not None:
             distribution = self._distribution(shape, prefix)
             normalized = distribution.mode if deterministic else distribution.sample()
@@ -267,10 +329,9 @@ class VLAPolicy(Policy):
             DENOISING: path.reshape(*shape, *path.shape[1:]),
         }
 
-    def _distribution(self, shape: torch.Size, prefix: Prefix) -> Distribution:
+    def _distribution(self, shape: torch.Size, prefix: Prefix) -> DiagGaussian | DiagLaplace:
         assert self.likelihood is not None
-        distribution: Distribution = self.likelihood(self._mean(prefix).reshape(*shape, -1))
-        return distribution
+        return self.likelihood.forward(self._mean(prefix).reshape(*shape, -1))
 
     def _mean(self, prefix: Prefix) -> Tensor:
         mean: Tensor = self.expert(prefix).squeeze(1).float()

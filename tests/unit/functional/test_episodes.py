@@ -1,0 +1,31 @@
+import pytest
+import torch
+from tensordict import TensorDict
+
+from apexrl.functional.episodes import stack_episodes
+
+
+def test_episodes_become_columns_with_zeros_below_the_shorter_ones() -> None:
+    episodes = [
+        {
+            "group": group,
+            "task_name": "reach",
+            "reward": torch.full((length, 1), float(group)),
+            "valid": torch.ones(length, 1, dtype=torch.bool),
+            "observation": TensorDict({"state": torch.ones(length, 2)}, batch_size=[length]),
+        }
+        for group, length in ((7, 1), (7, 3), (2, 2))
+    ]
+    batch = stack_episodes(episodes)
+    assert batch.shape == (3, 3)
+    assert set(batch.keys()) == {"group", "reward", "valid", "observation"}
+    assert batch["group"][..., 0].tolist() == [[7, 7, 2]] * 3
+    assert batch["reward"][..., 0].tolist() == [[7, 7, 2], [0, 7, 2], [0, 7, 0]]
+    assert torch.equal(batch["valid"], batch["observation", "state"][..., :1] > 0)
+
+
+def test_what_is_no_list_of_episodes_is_refused() -> None:
+    with pytest.raises(ValueError, match="the list is empty"):
+        stack_episodes([])
+    with pytest.raises(TypeError, match=r"generate_rollouts\(\) returns them, got Tensor"):
+        stack_episodes([torch.zeros(3)])  # type: ignore[list-item]
