@@ -69,7 +69,7 @@ class SyncCollector(BaseCollector):
         """Return a batch ``[n_steps, N]`` with ``value`` and ``next_value``; nothing in it needs gradients.
 
         On CUDA, where the environment allows it, the whole rollout is one graph, and the next call overwrites the
-        batch.
+        tensors of the batch.
         """
         if reset or self.carry is None:
             self.start()
@@ -82,7 +82,8 @@ class SyncCollector(BaseCollector):
                 generators=self.env.generators,
             )
         batch: TensorDict = self._captured[n_steps]()
-        return batch.to(self.device)
+        # A graph writes to the same tensors again; what a caller sets in its batch must not take their place.
+        return batch.copy().to(self.device)
 
     @property
     def carry(self) -> Carry | None:
