@@ -11,7 +11,7 @@ ENVPOOL := .venv-envpool
 VULKAN := .vulkan
 CHROMIUM := .chromium
 
-.PHONY: help install install-libero install-chromium train test test-gpu test-lerobot test-maniskill test-mjlab test-envpool check format bench clean torture docs
+.PHONY: help install install-libero install-chromium train test test-gpu test-lerobot test-maniskill test-mjlab test-envpool check format bench clean torture parity docs
 
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -84,6 +84,9 @@ $(VULKAN)/.unpacked:
 
 torture: install  ## Kill, fill, damage and mistreat runs for up to half an hour; ends with a table of what was lost.
 	$(BIN)/python -m tests.torture.run
+
+parity: install  ## Compare small runs with those of another commit, bit for bit: make parity BASE=main~3 [CASES="lift gru"].
+	$(BIN)/python -m tests.parity.run $(or $(BASE),$(error BASE is missing: make parity BASE=COMMIT)) $(CASES)
 
 docs: install  ## Build the documentation as a site that needs no network: site/index.html.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -1,51 +1,79 @@
 """Short CPU traces that a refactor must reproduce.
 
-Processors round differently in their last bits, so numbers are compared to six digits; on one machine a run repeats bit
-for bit (``tests/contract/test_resume.py``). After a change that is meant to move them:
+Processors round differently in their last bits, so numbers are compared to a millionth; on one machine a run repeats
+bit for bit (``tests/contract/test_resume.py``). After a change that is meant to move them:
 
-    python tests/golden/test_golden.py
+    python -m tests.golden.test_golden
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tests.point_suite import PointSuite
 
+from apexrl import BC, RLOO, ActorCritic, BCConfig, RLOOConfig, RolloutGenerator, SuiteRunner, Trainer, TrainingConfig
 from apexrl.config import load_config
+from apexrl.demo_samples import load_demos
+from apexrl.demos import record_demos
+from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.policies.vla import VLAPolicy
 from apexrl.run import make_trainer
 
 PATH = Path(__file__).parent / "traces.json"
-SETTINGS = {
-    "lift_ppo": {"task.num_envs": "16"},
-    "cartpole_ppo": {},
-    "pendulum_ppo": {"task.num_envs": "16"},
-    "halfcheetah_ppo": {"algo.num_steps": "64", "algo.num_minibatches": "4", "algo.std_schedule": "learned"},
-    "pendulum_sac": {"algo.num_steps": "8", "algo.learning_starts": "8", "training.total_timesteps": "24"},
+PRESETS: dict[str, tuple[str, dict[str, str]]] = {
+    "lift_ppo": ("lift_ppo", {"task.num_envs": "16"}),
+    "cartpole_ppo": ("cartpole_ppo", {}),
+    "pendulum_ppo": ("pendulum_ppo", {"task.num_envs": "16"}),
+    "halfcheetah_ppo": (
+        "halfcheetah_ppo",
+        {"algo.num_steps": "64", "algo.num_minibatches": "4", "algo.std_schedule": "learned"},
+    ),
+    "pendulum_sac": (
+        "pendulum_sac",
+        {"algo.num_steps": "8", "algo.learning_starts": "8", "training.total_timesteps": "24"},
+    ),
     # The third iteration is of phase finetune.
-    "payload_roa": {"task.num_envs": "16", "policy.normalize_obs": "true", "algo.encoder_penalty": "0.1"},
+    "payload_roa": (
+        "payload_roa",
+        {"task.num_envs": "16", "policy.normalize_obs": "true", "algo.encoder_penalty": "0.1"},
+    ),
+    "gru": (
+        "cartpole_ppo",
+        {"task.id": "recall", "policy.kind": "gru", "algo.num_steps": "16", "algo.num_minibatches": "2"},
+    ),
+    "prioritised_sac": (
+        "pendulum_sac",
+        {
+            "algo.num_steps": "8",
+            "algo.learning_starts": "8",
+            "algo.priority_exponent": "0.6",
+            "algo.n_step": "3",
+            "training.total_timesteps": "24",
+        },
+    ),
 }
 KEYS = (
     *("rollout/mean_reward", "rollout/mean_value", "train/loss", "train/approx_kl", "train/grad_norm"),
     *("train/adapt_loss", "train/imitation_loss", "train/critic_loss", "train/actor_loss", "train/temperature"),
 )
 """What is compared, where it is logged."""
+Trace = list[dict[str, float]]
 
 
-def trace(preset: str, run_dir: Path) -> list[dict[str, float]]:
+def trace_preset(preset: str, settings: dict[str, str], directory: Path) -> Trace:
     overrides = {
-        **SETTINGS[preset],
+        **settings,
         "logging.tensorboard": "false",
         "training.device": "cpu",
         "training.save_interval": "0",
     }
     config = load_config(preset, overrides.items())
     threads = torch.get_num_threads()
-    trainer = make_trainer(config, run_dir)
-    records: list[dict[str, float]] = []
-    trainer.add_callback(
-        "post_iteration", lambda _, stats: records.append({key: stats[key] for key in KEYS if key in stats})
-    )
+    trainer = make_trainer(config, directory)
+    records = recorded(trainer)
     rollouts = 3 + trainer.policy.has_new_normalizer  # a new normaliser sees one before anything is learned
     trainer.learn(rollouts * trainer.algorithm.num_steps * config.task.num_envs)
     trainer.close()
@@ -53,13 +81,65 @@ def trace(preset: str, run_dir: Path) -> list[dict[str, float]]:
     return records
 
 
-@pytest.mark.parametrize("preset", list(SETTINGS))
-def test_the_first_iterations_are_the_same_as_ever(preset: str, tmp_path: Path) -> None:
-    expected = json.loads(PATH.read_text())[preset]
-    found = trace(preset, tmp_path)
+def recorded(trainer: Trainer) -> Trace:
+    """Return a list that grows with every iteration of the trainer."""
+    records: Trace = []
+    trainer.add_callback(
+        "post_iteration", lambda _, stats: records.append({key: stats[key] for key in KEYS if key in stats})
+    )
+    return records
+
+
+def trace_rloo(head: str) -> Trace:
+    torch.manual_seed(0)
+    env = SuiteVecEnv(PointSuite(radius=0.4), 4, chunk=5, num_workers=0)
+    groups = {"groups": ["state"]}
+    policy = (
+        ActorCritic.for_env(env, actor_cfg=groups, critic_cfg=groups)
+        if head == "mlp"
+        else VLAPolicy.for_env(env, chunk=5, width=32, depth=1, heads=2, head="flow", denoising_steps=2)
+    )
+    algorithm = RLOO(policy=policy, cfg=RLOOConfig(rloo_batch_size=4, num_groups=6, num_epochs=2, learning_rate=1e-3))
+    generator = RolloutGenerator(SuiteRunner(env, policy), 4, 6, on_message=lambda _: None)
+    trainer = Trainer(env, policy, algorithm, TrainingConfig(num_train_steps=3), collector=generator)
+    records = recorded(trainer)
+    trainer.learn()
+    trainer.close()
+    return records
+
+
+def trace_bc(directory: Path) -> Trace:
+    suite = PointSuite()
+    record_demos(suite, directory, 2, num_workers=0)
+    demos = load_demos(directory, suite, chunk=5)
+    torch.manual_seed(0)
+    env = SuiteVecEnv(suite, 4, chunk=5, num_workers=0)
+    learner = BC(policy=VLAPolicy.for_env(env, chunk=5, width=32, depth=1, heads=2), cfg=BCConfig(batch_size=32))
+    records = [learner.fit(demos, 1) for _ in range(3)]
+    env.close()
+    return [{f"train/{name}": float(found[name]) for name in ("loss", "grad_norm")} for found in records]
+
+
+def trace(name: str, directory: Path) -> Trace:
+    if name in PRESETS:
+        return trace_preset(*PRESETS[name], directory)
+    return OTHERS[name](directory)
+
+
+OTHERS: dict[str, Callable[[Path], Trace]] = {
+    "rloo": lambda _: trace_rloo("mlp"),
+    "rloo_flow": lambda _: trace_rloo("flow"),
+    "bc": trace_bc,
+}
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *OTHERS])
+def test_the_first_iterations_are_the_same_as_ever(name: str, tmp_path: Path) -> None:
+    expected = json.loads(PATH.read_text())[name]
+    found = trace(name, tmp_path)
     assert len(found) == len(expected) == 3
     for ours, golden in zip(found, expected, strict=True):
-        assert ours == pytest.approx(golden, rel=1e-4, abs=1e-6)
+        assert ours == pytest.approx(golden, rel=1e-6, abs=1e-6)
 
 
 if __name__ == "__main__":
@@ -67,7 +147,7 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     traces = {}
-    for name in SETTINGS:
+    for case in [*PRESETS, *OTHERS]:
         with tempfile.TemporaryDirectory() as directory:
-            traces[name] = trace(name, Path(directory))
+            traces[case] = trace(case, Path(directory))
     PATH.write_text(json.dumps(traces, indent=1) + "\n")

@@ -1,0 +1,25 @@
+"""The comparison of two commits sees what it is for."""
+
+import torch
+
+from tests.parity import run
+
+
+def test_one_bit_of_a_tensor_and_the_last_digit_of_a_metric_count() -> None:
+    x = torch.ones(3)
+    y = x.clone()
+    y.view(torch.int32)[1] ^= 1
+    assert run.differences({"a": run._digest(x)}, {"a": run._digest(x.clone())}) == []
+    assert run.differences({"a": run._digest(x), "b": "1.0"}, {"a": run._digest(y), "b": "1.0"}) == ["a"]
+    assert run.differences({"a": "1"}, {"b": "1"}) == ["a", "b"]
+
+
+def test_times_and_configurations_are_left_out_and_weights_are_not() -> None:
+    for path in ("metrics/0/time/fps", "metrics/1/collect/steps_per_second", "checkpoint/config/task/id"):
+        assert run.LEFT_OUT.search(path), path
+    for path in (
+        "metrics/0/train/loss",
+        "checkpoint/policy/actor.0.weight",
+        "checkpoint/algorithm/optimizer/state/mean",
+    ):
+        assert not run.LEFT_OUT.search(path), path
