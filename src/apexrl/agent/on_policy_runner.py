@@ -18,7 +18,7 @@ from apexrl import distributed, files
 from apexrl.agent.trainer import Trainer, TrainingConfig
 from apexrl.algorithms import ALGORITHMS, PPO, BaseAlgorithm
 from apexrl.algorithms.base import find_device
-from apexrl.collectors.sync import add_values
+from apexrl.collectors.sync import SyncCollector, add_values
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.envs.base import RunningEpisodes
 from apexrl.errors import ConfigError, did_you_mean
@@ -158,7 +158,7 @@ class OnPolicyRunner(Trainer):
         self.agent = agent
         self.eval_episode_metrics = EpisodeMetrics(keep_episodes=True)
         """Episodes of ``rollout`` in other environments than those of training."""
-        self._rollout_envs: dict[int, VecEnv] = {}
+        self._rollout_wrappers: dict[int, VecEnv] = {}
         """Kept, because a wrapper that was made here knows the episodes that run in its simulator."""
 
     @property
@@ -202,12 +202,15 @@ class OnPolicyRunner(Trainer):
         Before the first write, a checkpoint in ``save_dir`` or ``log_dir`` says that the run in these directories is
         continued. A runner that writes to ``run_2`` also finds checkpoints of the run above it.
         """
-        path = self._checkpoint_path(name)
-        if not path.exists() and self._given_save_dir is not None and (self._given_save_dir / name).exists():
-            path = name = (self._given_save_dir / name).absolute()
         super().load_checkpoint(name)
         if not self._has_directories:
-            self._continued_run = _run_of(path, self._directories())
+            self._continued_run = _run_of(self._found_checkpoint(name), self._directories())
+
+    def _found_checkpoint(self, name: str | Path) -> Path:
+        path = super()._found_checkpoint(name)
+        if not path.exists() and self._given_save_dir is not None and (self._given_save_dir / name).exists():
+            return self._given_save_dir / name
+        return path
 
     def _directories(self) -> list[Path]:
         return [path for path in (self.run_dir, self.save_dir) if path is not None]
@@ -245,7 +248,7 @@ class OnPolicyRunner(Trainer):
 
         Args:
             obs: where to start: what the environments' ``reset``, or the last call of this method, returned. None
-                resets the environments.
+                resets the environments. Where others have stepped them since, they continue from their own state.
             num_steps: steps to take.
             envs: as ``env`` of the runner; the training environments when not given.
             policy_fn: maps observations on the policy's device to ``(action, log_prob, value)`` or ``(action, log_prob,
@@ -258,7 +261,8 @@ class OnPolicyRunner(Trainer):
             The next observation, the batch ``[T, N]`` or None, and the rows by environment or None.
         """
         simulator, envs = envs, self.env if envs is None else as_vec_env(envs)
-        self._rollout_envs[id(simulator)] = envs
+        if envs is not simulator:
+            self._rollout_wrappers[id(simulator)] = envs
         policy = self.algorithm.rollout_policy
         actor = make_actor(policy, envs.device)
         if policy_fn is None:
@@ -274,6 +278,8 @@ class OnPolicyRunner(Trainer):
             envs.running = running
         metrics = self.episode_metrics if envs is self.env else self.eval_episode_metrics
         metrics.unfinished = running.unfinished
+        if envs is self.env and isinstance(self.collector, SyncCollector):
+            self.collector.adopt()
         fold_episodes(batch, envs.metric_specs, metrics)
         rows: StepRows | None = None
         if record_step_data:
@@ -295,14 +301,16 @@ class OnPolicyRunner(Trainer):
         logs = EvaluationResult(dict(zip(episodes, table, strict=True))).logs()
         return {name: value for name, value in logs.items() if not math.isnan(value)}
 
-    def save_step_csvs(self, step_data_per_env: StepRows, split: str = "eval") -> list[Path]:
+    def save_step_csvs(self, step_data_per_env: StepRows | None, split: str = "eval") -> list[Path]:
         """Write the step data of ``rollout`` to ``<log_dir>/<split>/eval<N>/env<M>/rewards.csv``.
 
         N counts the evaluations of the run, those of ``evaluate`` among them.
 
         Raises:
-            ConfigError: when the runner has no ``log_dir``.
+            ConfigError: when the runner has no ``log_dir``, or ``rollout`` recorded nothing.
         """
+        if step_data_per_env is None:
+            raise ConfigError("save_step_csvs got no step data: call rollout with record_step_data=True.")
         if self.run_dir is None:
             raise ConfigError("save_step_csvs needs a directory for the tables: give the runner a log_dir.")
         self._prepare_directories()
@@ -314,14 +322,17 @@ class OnPolicyRunner(Trainer):
 
 
 def _running_episodes(env: VecEnv, policy: Policy, obs: Observation | Mapping[str, Tensor] | None) -> RunningEpisodes:
-    """Return the episodes that a rollout continues: those that run where ``obs`` is their state, else new ones."""
+    """Return the episodes that a rollout continues: those that run in the environment, else new ones from ``obs``.
+
+    Whatever observation a caller gives back, running episodes continue from where the environment stands.
+    """
     if obs is None:
         obs = env.reset()
     running = env.running
     if running is not None and obs is running.handed_out:
         return continued(running, env, policy)
     obs = _observation(obs, env.num_envs)
-    if running is None or _may_have_reset(env) or not _is_same(obs, running.carry[OBSERVATION]):
+    if running is None or _may_have_reset(env):
         return new_episodes(env, policy, obs.to(env.device))
     return continued(running, env, policy)
 
@@ -356,15 +367,6 @@ def _may_have_reset(env: VecEnv) -> bool:
         return False
     lengths = getattr(simulator, "episode_length_buf", None)
     return lengths is None or not bool(torch.as_tensor(lengths).any())
-
-
-def _is_same(obs: Observation, other: Observation) -> bool:
-    ours, theirs = leaves(obs), leaves(other)
-    return ours.keys() == theirs.keys() and all(
-        value.shape == theirs[name].shape
-        and torch.allclose(value.to(theirs[name]), theirs[name], rtol=0.0, atol=0.0, equal_nan=True)
-        for name, value in ours.items()
-    )
 
 
 def _actor_from(

@@ -24,8 +24,8 @@ from apexrl.types import DONE, METRIC, NEXT_OBSERVATION, NEXT_VALUE, PRE_TANH, R
 class SyncCollector(BaseCollector):
     """Steps the environment with the policy as it is, and values the states afterwards in one batch.
 
-    Its first call of ``collect`` starts new episodes. Later ones continue those that run in the environment, also
-    where others have stepped or reset it in between.
+    Its first call of ``collect`` starts new episodes, unless ``adopt`` was called. Later ones continue those that run
+    in the environment, also where others have stepped or reset it in between.
 
     Args:
         env: the training environments: a ``VecEnv``, or an object that ``as_vec_env`` can wrap.
@@ -47,6 +47,7 @@ class SyncCollector(BaseCollector):
         acceleration: Acceleration | None = None,
     ) -> None:
         self.env, self.policy, self.seed = as_vec_env(env), policy, seed
+        policy.check_fits(self.env)
         self.device = torch.device(device) if device is not None else policy.device
         own = {*policy.initial_state(1), *policy.extra_keys, PRE_TANH}
         self.keep = None if keep is None else own.union(keep)
@@ -177,6 +178,11 @@ class SyncCollector(BaseCollector):
         self.seed = None
         # A simulator that cannot reset is still in the middle of the episodes that are known to run in it.
         self._continue(self.env.running or new_episodes(self.env, self.policy, obs))
+
+    def adopt(self) -> None:
+        """Let the first call of ``collect`` continue the episodes that run in the environment, as later ones do."""
+        if self._running is None and self.env.running is not None:
+            self._continue(self.env.running)
 
     def restart(self, seed: int) -> None:
         """Forget the running episodes; the next call of ``collect`` starts new ones from a seed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,27 @@ def test_learning_continues_where_a_rollout_stopped(num_steps: int) -> None:
     runner.learn(2 * 8 * 10)
     assert torch.equal(seen[0], obs)
     assert lengths == [20.0] * 10
+
+
+def test_an_observation_that_is_out_of_date_neither_acts_nor_starts_an_episode() -> None:
+    runner = make_runner()
+    obs, _, _ = runner.rollout(None, 5)
+    runner.learn(2 * 8)
+    _, batch, _ = runner.rollout(obs, 15)
+    assert batch is not None
+    # Learning continued for 8 steps, although it was its first call.
+    assert batch["observation"][:8, 0, 0].tolist() == [13.0, 14.0, 15.0, 16.0, 17.0, 18.0, 19.0, 0.0]
+    assert runner.episode_metrics.means()["episode_len"] == 20.0
+
+
+def test_environments_that_were_evaluated_once_are_not_kept() -> None:
+    runner = make_runner()
+    envs = runner.env.spawn(3)
+    runner.rollout(envs.reset(), 5, envs=envs)
+    alive = weakref.ref(envs)
+    del envs
+    gc.collect()
+    assert alive() is None
 
 
 def test_learning_starts_new_episodes_after_a_reset_of_the_user() -> None:
@@ -257,6 +280,8 @@ def test_step_tables_need_a_directory() -> None:
     assert rows is not None
     with pytest.raises(ConfigError, match="log_dir"):
         runner.save_step_csvs(rows)
+    with pytest.raises(ConfigError, match="record_step_data=True"):
+        runner.save_step_csvs(None)
     runner.save_step_csv = True
     with pytest.raises(ConfigError, match="save_step_csv needs a directory"):
         runner.eval(2)
