@@ -139,10 +139,12 @@ class ResumableTraining:
     def load_checkpoint(self, name: str | Path) -> None:
         """Go on from a checkpoint: weights, optimizer, counters, random states, environments.
 
+        A relative name lies in ``save_dir``, or else in the working directory, as what ``save_checkpoint`` returned.
+
         Raises:
             CheckpointError: when a part of it cannot be used; policy, algorithm and collector then stay as they were.
         """
-        path = self._checkpoint_path(name)
+        path = self._found_checkpoint(name)
         content = checkpoint.of_rank(checkpoint.load(path), distributed.rank(), distributed.world_size(), path)
         with self.collector.quiet():
             before = copy.deepcopy(self._learning_state())
@@ -275,6 +277,10 @@ class ResumableTraining:
                 f"Checkpoint '{name}' has no place: give the runner a save_dir, or an absolute path here."
             )
         return self.save_dir / path
+
+    def _found_checkpoint(self, name: str | Path) -> Path:
+        in_save_dir = self.save_dir is not None and (self.save_dir / name).exists()
+        return Path(name) if Path(name).exists() and not in_save_dir else self._checkpoint_path(name)
 
     def _last_good(self) -> str:
         paths = checkpoint.numbered(self.save_dir, self.iteration) if self.save_dir is not None else []

@@ -89,6 +89,11 @@ class Trainer(ResumableTraining):
                 f"{type(algorithm).__name__} learns in one process, not in {distributed.world_size()}; start it "
                 "without torchrun."
             )
+        if not isinstance(collector, BaseCollector | None):
+            raise ConfigError(
+                f"Trainer needs a BaseCollector, got {type(collector).__name__}; make it a subclass of BaseCollector, "
+                "which needs no method but collect."
+            )
         if log_interval < 1:
             raise ConfigError(f"log_interval must be at least 1, got {log_interval}.")
         env = as_vec_env(env)
@@ -315,6 +320,8 @@ class Trainer(ResumableTraining):
 
         Of several processes that learn together, all call this and get the result; the first one does the work.
         """
+        if n_episodes < 1:
+            raise ConfigError(f"The number of episodes to evaluate must be at least 1, got {n_episodes}.")
         self._check_step_csv()
         self._prepare_directories()
         # Making environments draws random numbers, and their simulators may: training must not notice.

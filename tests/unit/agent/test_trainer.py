@@ -398,6 +398,26 @@ def test_without_save_dir_a_run_saves_nothing_and_a_relative_name_is_an_error(tm
     assert (tmp_path / "best.pt").exists()
 
 
+def test_a_checkpoint_is_loaded_by_the_path_that_saving_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer, _ = make_trainer(scripted(), save_dir=Path("checkpoints"))
+    trainer.learn(8)
+    path = trainer.save_checkpoint("best.pt")
+    assert path == Path("checkpoints/best.pt")
+    for save_dir in (Path("checkpoints"), Path("elsewhere"), None):
+        other, _ = make_trainer(scripted(), save_dir=save_dir)
+        other.load_checkpoint(path)
+        assert other.iteration == trainer.iteration == 1
+
+
+def test_the_number_of_episodes_to_evaluate_is_named() -> None:
+    trainer, _ = make_trainer(scripted())
+    with pytest.raises(ConfigError, match="number of episodes to evaluate must be at least 1, got 0"):
+        trainer.evaluate(0)
+
+
 def test_a_checkpoint_by_name_lies_in_save_dir_and_stays(tmp_path: Path) -> None:
     trainer, _ = make_trainer(scripted(), TrainingConfig(save_interval=1, keep_checkpoints=1), save_dir=tmp_path)
     trainer.learn(8)
