@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Self
 
 import numpy as np
@@ -39,6 +40,8 @@ class EvaluationResult(float):
 
     def __new__(cls, episodes: dict[str, NDArray[np.float64]], *_: Any, **__: Any) -> Self:
         """Return the mean of the returns that are known, as a number."""
+        if isinstance(episodes, Real):  # ``statistics.mean`` converts its result to the class of its data
+            return float(episodes)  # type: ignore[return-value]
         known = _known(episodes["return"])
         return super().__new__(cls, known.mean() if len(known) else math.nan)
 

@@ -258,6 +258,56 @@ def test_a_policy_returns_a_plain_tuple_an_update_reads_values_and_a_collector_h
     assert (trainer.iteration, len(collector.episode_metrics.means())) == (2, 0)
 
 
+class WithoutLastDimension(LinearPolicy):
+    """Sums log-probabilities as most examples of PyTorch do."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__(3, 1)
+        self.method = method
+
+    def forward(self, obs: Tensor, deterministic: bool = False) -> Any:
+        action, log_prob, value = super().forward(obs, deterministic)
+        return action, log_prob.squeeze(-1) if self.method == "forward" else log_prob, value
+
+    def evaluate_actions(self, obs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        log_prob, entropy = super().evaluate_actions(obs, action)
+        return log_prob.squeeze(-1) if self.method == "evaluate_actions" else log_prob, entropy
+
+    def get_value(self, obs: Tensor) -> Tensor:
+        value = super().get_value(obs)
+        return value.squeeze(-1) if self.method == "get_value" else value
+
+
+@pytest.mark.parametrize("method", ["forward", "evaluate_actions", "get_value"])
+def test_a_policy_whose_results_lack_the_last_dimension_is_refused_with_the_remedy(method: str) -> None:
+    env = make_env("pendulum", 4)
+    policy = WithoutLastDimension(method)
+    with pytest.raises(ConfigError, match=rf"WithoutLastDimension: the .* of {method} must be .* 1\], got.*keepdim"):
+        Trainer(env, policy, PPO(policy=policy)).learn(64)
+    batch = {"observation": torch.zeros(8, 3), "action": torch.zeros(8, 1)}
+    if method != "forward":
+        with pytest.raises(ConfigError, match=r"must be \[8, 1\], got \[8\]"):
+            policy.evaluate(batch)
+
+
+def test_a_collector_of_no_class_of_the_package_is_refused_with_the_remedy() -> None:
+    class Duck:
+        def collect(self, n_steps: int, reset: bool = False) -> TensorDict:
+            raise AssertionError
+
+    env, policy = make_env("pendulum", 4), LinearPolicy(3, 1)
+    duck: Any = Duck()
+    with pytest.raises(ConfigError, match="needs a BaseCollector, got Duck; make it a subclass"):
+        Trainer(env, policy, Reinforce(policy), collector=duck)
+
+
+@pytest.mark.parametrize("kind", [SyncCollector, AsyncCollector])
+def test_a_collector_refuses_the_policy_of_another_environment(kind: Any) -> None:
+    policy = ActorCritic(gym.spaces.Box(-1.0, 1.0, (3,)), gym.spaces.Discrete(3))
+    with pytest.raises(ConfigError, match=r"made for actions Discrete\(3\), but Pendulum takes Box"):
+        kind(make_env("pendulum", 2), policy)
+
+
 def test_a_forward_that_returns_something_else_is_named() -> None:
     class Four(LinearPolicy):
         def forward(self, obs: Tensor, deterministic: bool = False) -> Any:

@@ -3,6 +3,7 @@ import csv
 import json
 import math
 import pickle
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -190,7 +191,8 @@ def test_a_result_is_its_mean_return_as_a_number() -> None:
     assert (result + 1, 1 - result, result / 2, -result, abs(result)) == (3.0, -1.0, 1.0, -2.0, 2.0)
     assert sum([result, result]) == 4.0
     assert round(result, 1) == 2.0
-    assert np.mean([result, 4.0]) == 3.0
+    assert np.mean([result, 4.0]) == statistics.mean([result, 4.0]) == 3.0
+    assert statistics.mean([result, result]) == 2.0
     assert math.isclose(result, 2.0)
     assert f"{result:.1f}" == "2.0"
     assert json.dumps({"return": result}) == '{"return": 2.0}'

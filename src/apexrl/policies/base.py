@@ -140,13 +140,28 @@ class Policy(nn.Module, ABC):
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
         """Act on a carry: returns ``action``, ``sample_log_prob`` and the next recurrent state."""
-        output = self(carry[OBSERVATION], deterministic=deterministic)
+        obs = carry[OBSERVATION]
+        output = self(obs, deterministic=deterministic)
+        self._check_column("log_prob of forward", output.log_prob, obs.shape[:1])
         return {ACTION: output.action, SAMPLE_LOG_PROB: output.log_prob}
 
     def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
         """Evaluate the stored actions of a minibatch under the current weights."""
         log_prob, entropy = self.evaluate_actions(batch[OBSERVATION], batch[ACTION])
-        return Evaluation(log_prob, entropy, self.get_value(batch[OBSERVATION]))
+        value = self.get_value(batch[OBSERVATION])
+        rows = batch[ACTION].shape[: max(1, value.ndim - 1)]
+        self._check_column("value of get_value", value, rows)
+        self._check_column("log_prob of evaluate_actions", log_prob, rows)
+        self._check_column("entropy of evaluate_actions", entropy, rows)
+        return Evaluation(log_prob, entropy, value)
+
+    def _check_column(self, what: str, tensor: Tensor, rows: torch.Size) -> None:
+        """Refuse what has not one number a row: losses would silently be spread over ``[B, B]``."""
+        if tensor.shape != (*rows, 1):
+            raise ConfigError(
+                f"{type(self).__name__}: the {what} must be {[*rows, 1]}, got {list(tensor.shape)}. Keep the last "
+                "dimension: sum(-1, keepdim=True), or unsqueeze(-1)."
+            )
 
     def values(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
         """Value every state of a batch ``[T, N]``, and the true successor of every step.
@@ -157,6 +172,7 @@ class Policy(nn.Module, ABC):
         if batch[TRUNCATED].is_cuda:  # to count the rows would wait for the device
             return in_chunks(self.get_value, batch[OBSERVATION]), in_chunks(self.get_value, batch[NEXT_OBSERVATION])
         value = self.get_value(batch[OBSERVATION])
+        self._check_column("value of get_value", value, batch.batch_size)
         rows = open_ends(batch)
         next_value = shift(value)
         next_value[rows] = self.get_value(batch[NEXT_OBSERVATION][rows])
