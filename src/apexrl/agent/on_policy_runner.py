@@ -248,7 +248,9 @@ class OnPolicyRunner(Trainer):
 
         Args:
             obs: where to start: what the environments' ``reset``, or the last call of this method, returned. None
-                resets the environments. Where others have stepped them since, they continue from their own state.
+                resets the environments. Where others have stepped them since, they continue from their own state. Of a
+                raw simulator with ``reset`` but no ``episode_length_buf``, give back the same object: a copy is taken
+                for what a reset returned.
             num_steps: steps to take.
             envs: as ``env`` of the runner; the training environments when not given.
             policy_fn: maps observations on the policy's device to ``(action, log_prob, value)`` or ``(action, log_prob,
