@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -84,11 +86,11 @@ class FinishedEpisodes:
     """The fields among them that are events: NaN there means that none was reported before the end of the rollout."""
 
 
-class EpisodeMetrics(Mapping[str, Tensor]):
+class EpisodeMetrics(Mapping[str, NDArray[np.float64]]):
     """What unfinished episodes have so far, and running totals of the finished ones, all on the device.
 
     As a mapping it holds the episode fields: ``episode_metrics["return"]`` are the returns of the episodes finished
-    since ``clear``, ``[E]``, where they are kept, else their mean, ``[1]``. ``"success"`` and ``"fail"`` are
+    since ``clear``, an array ``[E]``, where they are kept, else their mean, ``[1]``. ``"success"`` and ``"fail"`` are
     ``success_once`` and ``fail_once``. Values that are not known are left out.
 
     Args:
@@ -111,14 +113,16 @@ class EpisodeMetrics(Mapping[str, Tensor]):
         reported = to_host(self.reported)
         return {field for name in self.reported if reported[name] for field in self.specs[name].fields}
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> NDArray[np.float64]:
         field = {"success": "success_once", "fail": "fail_once"}.get(name, name)
         if field not in self.totals:
             raise KeyError(f"No episode has reported '{name}'; there are {list(self)}.")
         if self.finished is None:
-            return self.means()[field].view(1)
-        value = self.episodes()[field]
-        return value[~value.isnan()]
+            value = self.means()[field].view(1)
+        else:
+            value = self.episodes()[field]
+            value = value[~value.isnan()]
+        return np.asarray(value.cpu(), np.float64)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.totals)

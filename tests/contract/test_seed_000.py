@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -52,7 +53,7 @@ class Runner(OnPolicyRunner):
                 record_step_data=False,
             )
             self.agent.update(container)
-            logs.append({f"rollout/{name}": mean(values.tolist()) for name, values in self.episode_metrics.items()})
+            logs.append({f"rollout/{name}": mean(values) for name, values in self.episode_metrics.items()})
             self.episode_metrics.clear()
         return logs
 
@@ -147,17 +148,27 @@ def test_evaluation_call(runner: Runner) -> None:
     assert runner.episode_metrics.state_dict() == training_episodes, "training and evaluation episodes never mix"
     episode_metrics = runner.eval_episode_metrics
     assert len(episode_metrics["return"]) == runner.eval_envs.num_envs
-    assert torch.equal(episode_metrics["success"], episode_metrics["success_once"])
+    np.testing.assert_array_equal(episode_metrics["success"], episode_metrics["success_once"])
+    # "_build_eval_logs", with Python's mean and with NumPy's.
+    for average in (mean, np.mean):
+        logs = {
+            "eval/return": average(episode_metrics["return"]),
+            "eval/success_rate": average(episode_metrics["success"]),
+            "eval/fail_rate": average(episode_metrics["fail"]),
+            **{f"eval_reward/{metric_name}": average(episode_metrics[metric_name]) for metric_name in LIFT_METRICS},
+        }
+        ours = runner.build_eval_logs()
+        assert {name: ours[name] for name in logs} == pytest.approx({name: float(x) for name, x in logs.items()})
 
 
 def test_the_evaluation_loop(runner: Runner, tmp_path: Path) -> None:
     first = runner._evaluate(max_steps=120)
     episode_metrics = runner.eval_episode_metrics
-    assert first["eval/return"] == pytest.approx(mean(episode_metrics["return"].tolist()))
-    assert first["eval/success_rate"] == pytest.approx(mean(episode_metrics["success"].tolist()))
-    assert first["eval/fail_rate"] == pytest.approx(mean(episode_metrics["fail"].tolist()))
+    assert first["eval/return"] == pytest.approx(mean(episode_metrics["return"]))
+    assert first["eval/success_rate"] == pytest.approx(mean(episode_metrics["success"]))
+    assert first["eval/fail_rate"] == pytest.approx(mean(episode_metrics["fail"]))
     for metric_name in LIFT_METRICS:
-        values = episode_metrics[metric_name].tolist()
+        values = episode_metrics[metric_name]
         assert first[f"eval_reward/{metric_name}"] == pytest.approx(mean(values))
     assert runner._evaluate(max_steps=120) == first, "the same seed and weights, counted from new episodes"
     for number in (0, 1):
@@ -206,7 +217,7 @@ def test_metrics_are_collected_into_storage_and_folded_once(shape: tuple[int, ..
     aggregate_metrics(metrics_storage, metric_specs, episode_metrics)
     assert episode_metrics["episode_len"].tolist() == [5.0] * 3
     reach = metrics_storage["reach_reward"].view(5, 3).double().sum(0)
-    torch.testing.assert_close(episode_metrics["reach_reward"], reach)
+    np.testing.assert_allclose(episode_metrics["reach_reward"], reach)
     assert "return" not in episode_metrics, "there was no reward in the storage"
 
 
@@ -219,10 +230,10 @@ def test_fields_of_an_episode() -> None:
     specs = get_metric_specs_from_env(make_env("lift", 3))
     episode_metrics = EpisodeMetrics()
     aggregate_metrics(storage, specs, episode_metrics)
-    fields = {name: mean(episode_metrics[name].tolist()) for name in ("return", "reward", "episode_len")}
+    fields = {name: mean(episode_metrics[name]) for name in ("return", "reward", "episode_len")}
     assert fields == {"return": 5.0, "reward": 1.0, "episode_len": 5.0}
-    assert mean(episode_metrics["success_once"].tolist()) == 1.0, "ever, although the episode did not end there"
-    assert mean(episode_metrics["success_at_end"].tolist()) == 0.0
+    assert mean(episode_metrics["success_once"]) == 1.0, "ever, although the episode did not end there"
+    assert mean(episode_metrics["success_at_end"]) == 0.0
 
 
 def test_log_names_of_training_and_evaluation(runner: Runner) -> None:
