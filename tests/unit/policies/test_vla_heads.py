@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import gymnasium as gym
 import numpy as np
@@ -340,8 +341,18 @@ def test_one_advantage_per_episode_is_that_of_all_its_chunks() -> None:
     assert torch.equal(alone, weighted(policy, whole, advantages.expand(3, 2).unsqueeze(-1)))
     assert not torch.equal(alone, weighted(policy, whole, -advantages))
     adapter.set_episodes(batch)
-    torch.manual_seed(0)
-    assert torch.equal(alone, adapter.compute_weighted_loss(advantages))
+    ways: list[Callable[[], Tensor]] = [
+        lambda: adapter.compute_weighted_loss(advantages),
+        lambda: adapter.compute_weighted_loss(advantages=advantages),
+        lambda: adapter.compute_weighted_loss(advantages.tolist()),
+        lambda: adapter.compute_weighted_loss(advantages.numpy()),
+        lambda: PI0_CFG_Adapter(policy).compute_weighted_loss(episodes, advantages),
+    ]
+    for loss in ways:
+        torch.manual_seed(0)
+        assert torch.equal(alone, loss())
+    with pytest.raises(TypeError, match="needs advantages"):
+        adapter.compute_weighted_loss(batch)
     with pytest.raises(ValueError, match=r"one number per sample \[3, 2\] or one per episode \[2\], got \[4\]"):
         adapter.compute_weighted_loss(torch.ones(4))
     with pytest.raises(ValueError, match=r"call set_episodes\(episodes\) before"):

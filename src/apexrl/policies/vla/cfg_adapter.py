@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from apexrl.policies.vla.policy import VALID_STEPS, VLAPolicy
 from apexrl.types import ACTION, METRIC, OBSERVATION, VALID
 
 Batch = Mapping[str, Any] | TensorDict
+Advantages = Tensor | NDArray[Any] | Sequence[float]
 
 
 class PI0_CFG_Adapter:  # noqa: N801  the name that the recipe gives it
@@ -47,10 +49,7 @@ class PI0_CFG_Adapter:  # noqa: N801  the name that the recipe gives it
         Args:
             episodes: what ``RolloutGenerator.generate_rollouts`` returned, or a batch ``[T, E]`` of its ``collect``.
         """
-        batch = stack_episodes(episodes) if isinstance(episodes, Sequence) else episodes.copy()
-        if METRIC in batch and "control_steps" in batch[METRIC].keys():  # noqa: SIM118
-            batch[VALID_STEPS] = batch[METRIC]["control_steps"].long()  # what follows the goal was never executed
-        self._episodes = batch
+        self._episodes = _one_batch(episodes)
 
     def sample_losses(self, batch: Batch, advantages: Tensor) -> Tensor:
         """Return L_i ``[B]`` of every sample of a batch, its leading dimensions made one.
@@ -73,30 +72,47 @@ class PI0_CFG_Adapter:  # noqa: N801  the name that the recipe gives it
         return better * conditional + self.unconditional_weight * unconditional
 
     @overload
-    def compute_weighted_loss(self, advantages: Tensor, /) -> Tensor: ...
+    def compute_weighted_loss(self, advantages: Advantages, /) -> Tensor: ...
 
     @overload
-    def compute_weighted_loss(self, batch: Batch, advantages: Tensor) -> Tensor: ...
+    def compute_weighted_loss(self, *, advantages: Advantages) -> Tensor: ...
 
-    def compute_weighted_loss(self, batch: Batch | Tensor, advantages: Tensor | None = None) -> Tensor:
+    @overload
+    def compute_weighted_loss(self, batch: Batch | Sequence[Mapping[str, Any]], advantages: Advantages) -> Tensor: ...
+
+    def compute_weighted_loss(self, batch: Any = None, advantages: Any = None) -> Tensor:
         """Return the mean of L_i over the samples that ``valid [..., 1]`` keeps; all when there is no such key.
 
-        With the advantages alone, one per episode ``[E]``, the samples are those of ``set_episodes``.
+        The batch may also be the list of ``RolloutGenerator.generate_rollouts``. With the advantages alone, one per
+        episode ``[E]``, the samples are those of ``set_episodes``.
         """
-        if isinstance(batch, Tensor):
-            if advantages is not None or self._episodes is None:
+        if advantages is None and not isinstance(batch, Mapping | TensorDict):
+            batch, advantages = None, batch
+        if advantages is None:
+            raise TypeError("compute_weighted_loss needs advantages: one per sample, or one per episode.")
+        if batch is None:
+            if self._episodes is None:
                 raise ValueError(
                     "compute_weighted_loss(advantages) needs the episodes: call set_episodes(episodes) before, or "
                     "compute_weighted_loss(batch, advantages)."
                 )
-            batch, advantages = self._episodes.to(self.policy.device), batch
-        if advantages is None:
-            raise TypeError("compute_weighted_loss needs advantages: one per sample, or one per episode.")
+            batch = self._episodes.to(self.policy.device)
+        elif isinstance(batch, Sequence):
+            batch = _one_batch(batch).to(self.policy.device)
+        advantages = torch.as_tensor(advantages, device=self.policy.device)
         losses = self.sample_losses(batch, advantages)
         if VALID not in batch.keys():  # noqa: SIM118
             return losses.mean()
         valid: Tensor = batch[VALID].reshape(-1)
         return torch.where(valid, losses, 0.0).sum() / valid.sum().clamp_min(1)
+
+
+def _one_batch(episodes: TensorDict | Sequence[Mapping[str, Any]]) -> TensorDict:
+    """Return episodes as a batch ``[T, E]`` that says how much of every chunk was executed."""
+    batch = stack_episodes(episodes) if isinstance(episodes, Sequence) else episodes.copy()
+    if METRIC in batch and "control_steps" in batch[METRIC].keys():  # noqa: SIM118
+        batch[VALID_STEPS] = batch[METRIC]["control_steps"].long()  # what follows the goal was never executed
+    return batch
 
 
 def _per_sample(advantages: Tensor, shape: torch.Size) -> Tensor:
