@@ -29,7 +29,8 @@ def stack_episodes(episodes: Sequence[Mapping[str, Any]]) -> TensorDict:
 
     Args:
         episodes: each with tensors ``[L, ...]``, among them ``valid``, and the number ``group``; what is neither a
-            tensor nor ``group`` is left out.
+            tensor nor ``group`` is left out. The lists of several batches may be joined: episodes are of one group
+            where both ``group`` and ``init_state_hash`` are the same.
 
     Raises:
         ValueError: when there is none.
@@ -49,6 +50,8 @@ def stack_episodes(episodes: Sequence[Mapping[str, Any]]) -> TensorDict:
             raise TypeError(f"An episode must hold the tensor '{VALID}', got {sorted(map(str, episode))}.")
         parts.append(TensorDict(tensors, batch_size=[len(next(iter(tensors.values())))]).unsqueeze(1))
     batch = side_by_side(parts)
-    groups = torch.tensor([int(episode[GROUP]) for episode in episodes], device=batch.device)
+    names = [(int(episode[GROUP]), episode.get("init_state_hash")) for episode in episodes]
+    number = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    groups = torch.tensor([number[name] for name in names], device=batch.device)
     batch[GROUP] = groups.view(1, -1, 1).repeat(len(batch), 1, 1)
     return batch
