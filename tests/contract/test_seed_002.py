@@ -16,7 +16,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tests.suite_session import FAILING, RLOO, TASKS, entries, imitate, options, train
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import apexrl
 from apexrl import RLOOConfig, make_suite
@@ -196,6 +196,24 @@ def test_step_2_pytorchs_loader_may_collate_the_samples(suite: TaskSuite, env: S
     assert [episode["init_state_hash"] for episode in episodes] == [
         hash_init_state(dataset[index]["init_state"]) for index in (3, 3, 1, 1)
     ]
+
+
+def test_step_2_a_loader_of_one_task_gives_states_alone(policy: Policy) -> None:
+    # "shape ~ [N, 8], batch_size=task.num_parallel_envs": samples carry their task from step 6 on.
+    one = make_suite("mt50", TASKS[:1])
+    states = torch.from_numpy(one.get_task_init_states(0))
+    env = SuiteVecEnv(one, 4, chunk=CHUNK, num_workers=0, max_steps=HORIZON)
+    rollout_generator = RolloutGenerator(
+        env_runner=SuiteRunner(env, policy),
+        rollouts_per_env=2,
+        num_envs=4,
+        max_steps=5,
+        init_state_dataloader=DataLoader(TensorDataset(states), batch_size=4),
+    )
+    episodes = rollout_generator.generate_rollouts()
+    for number, episode in enumerate(episodes):
+        np.testing.assert_array_equal(episode["init_state"], states[number // 2])
+    rollout_generator.cleanup()
 
 
 def test_step_2_use_val_init_draws_from_the_other_split(suite: TaskSuite, env: SuiteVecEnv, policy: Policy) -> None:

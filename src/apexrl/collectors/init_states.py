@@ -123,26 +123,40 @@ class InitStateSampler(Iterator[InitSample]):
         self.num_drawn = int(state["num_drawn"])
 
 
-def endless(loader: Iterable[Any]) -> Iterator[InitSample]:
-    """Draw from a loader of samples, of lists of them or of collated ones, again from its start where it ends."""
+def endless(loader: Iterable[Any], num_tasks: int) -> Iterator[InitSample]:
+    """Draw from a loader of samples, of lists of them or of collated ones, again from its start where it ends.
+
+    Where there is one task, a sample may be the state alone, and a batch of them ``[B, D]``.
+    """
     while True:
         num_samples = 0
         for item in loader:
-            samples = _samples(item)
-            num_samples += len(samples)
-            yield from samples
+            for sample in _samples(item, num_tasks):
+                num_samples += 1
+                yield sample
         if not num_samples:
             raise ConfigError("init_state_dataloader gives no samples.")
 
 
-def _samples(item: Any) -> Sequence[InitSample]:
-    if not isinstance(item, Mapping):
-        samples: Sequence[InitSample] = item
-        return samples
-    if np.ndim(item["task_id"]) == 0:
-        return [InitSample(task_id=int(item["task_id"]), init_state=np.asarray(item["init_state"], np.float64))]
-    pairs = zip(item["task_id"], item["init_state"], strict=True)  # as PyTorch's DataLoader collates them
-    return [InitSample(task_id=int(task_id), init_state=np.asarray(state, np.float64)) for task_id, state in pairs]
+def _samples(item: Any, num_tasks: int) -> Iterator[InitSample]:
+    if isinstance(item, Mapping):
+        task_ids, states = item["task_id"], item["init_state"]
+        if np.ndim(task_ids) == 0:
+            task_ids, states = [task_ids], [states]
+    elif not isinstance(item, np.ndarray | torch.Tensor):
+        for part in item:
+            yield from _samples(part, num_tasks)
+        return
+    elif num_tasks > 1:
+        raise ConfigError(
+            f"init_state_dataloader gives init states without their task, but there are {num_tasks} tasks; let its "
+            "samples be {'task_id': ..., 'init_state': ...}."
+        )
+    else:
+        states = np.atleast_2d(item)
+        task_ids = [0] * len(states)
+    for task_id, state in zip(task_ids, states, strict=True):
+        yield InitSample(task_id=int(task_id), init_state=np.asarray(state, np.float64))
 
 
 class RolloutStats:

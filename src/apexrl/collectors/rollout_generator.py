@@ -87,8 +87,8 @@ class RolloutGenerator(BaseCollector):
         agent_gpus: at most one GPU, where the batch is handed over; the policy's device when not given, or where the
             machine has none.
         init_state_dataloader: gives samples, or batches of samples, again from its start where it ends, such as
-            PyTorch's ``DataLoader(init_state_dataset, shuffle=True)``; only an ``InitStateSampler``, which is created
-            when none is given, continues exactly in a resumed run.
+            PyTorch's ``DataLoader(init_state_dataset, shuffle=True)``; of one task also states alone. Only an
+            ``InitStateSampler``, which is created when none is given, continues exactly in a resumed run.
         init_state_dataset: what there is to draw; the training split of the suite when not given.
         enable_dynamic_sampling: drop groups without a gradient, skip mastered states.
         rollout_skip_threshold: a state that was skipped more often than this is forgotten and tested again.
@@ -160,7 +160,7 @@ class RolloutGenerator(BaseCollector):
             init_state_dataloader = None if use_val_init else init_state_dataloader
         self.init_state_dataset = init_state_dataset
         self.init_state_dataloader = init_state_dataloader or InitStateSampler(init_state_dataset, seed)
-        self._samples = endless(self.init_state_dataloader)
+        self._samples = endless(self.init_state_dataloader, env_runner.suite.num_tasks)
         self._random = [seed % 2**63, 0]
         """Seed of the next random init state, and how many were drawn."""
         self._device = _gpu(agent_gpus)

@@ -56,7 +56,9 @@ class UnequalSuite(PointSuite):
 def test_pytorchs_loader_shuffles_states_of_any_length(num_tasks: int) -> None:
     dataset: Any = InitStateDataset(UnequalSuite(num_tasks=num_tasks, num_states=8))
     loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0))
-    found = [hash_init_state(sample["init_state"]) for sample in itertools.islice(endless(loader), len(dataset))]
+    found = [
+        hash_init_state(sample["init_state"]) for sample in itertools.islice(endless(loader, num_tasks), len(dataset))
+    ]
     expected = [hash_init_state(sample["init_state"]) for sample in dataset]
     assert sorted(found) == sorted(expected)
     assert found != expected

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from tests.point_suite import GOALS, PointSimulator, PointSuite
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, RolloutStats, hash_init_state
 from apexrl.collectors.rollout_generator import RolloutGenerator
@@ -433,6 +434,18 @@ def test_any_loader_of_samples_or_of_lists_of_samples_goes() -> None:
         assert [episode["init_state_hash"] for episode in made.generate_rollouts()[::4]] == wanted
     made, _ = generator(SOMETIMES, init_state_dataloader=[[]])
     with pytest.raises(ConfigError, match="gives no samples"):
+        made.collect(0)
+
+
+def test_states_alone_are_those_of_the_only_task() -> None:
+    states = torch.from_numpy(PointSuite(1).get_task_init_states(0))
+    wanted = [hash_init_state(states[index].numpy()) for index in (0, 1, 2, 0, 1, 2)]
+    loaders: list[Any] = [list(states[:3].numpy()), DataLoader(TensorDataset(states[:3]), batch_size=2), [states[:3]]]
+    for loader in loaders:
+        made, _ = generator(SOMETIMES, num_tasks=1, rollouts_per_env=2, num_envs=6, init_state_dataloader=loader)
+        assert [episode["init_state_hash"] for episode in made.generate_rollouts()[::2]] == wanted
+    made, _ = generator(SOMETIMES, init_state_dataloader=[states])
+    with pytest.raises(ConfigError, match="without their task, but there are 2 tasks"):
         made.collect(0)
 
 
