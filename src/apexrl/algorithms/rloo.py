@@ -257,6 +257,12 @@ class RLOO(BaseAlgorithm):
         """Learn from one batch ``[T, E]``, or from the episodes that ``RolloutGenerator.generate_rollouts`` returns."""
         if isinstance(rollout, Sequence):
             rollout = stack_episodes(rollout)
+        if missing := {VALID, GROUP} - set(rollout.keys()):
+            raise KeyError(
+                f"RLOO.update needs groups of whole episodes ({sorted(missing)} of the batch). Collect them with "
+                "RolloutGenerator(SuiteRunner(env, policy)), or with AsyncCollector on a suite; "
+                "Trainer(..., collector=...) takes either."
+            )
         self.check_batch(rollout)
         if self.cfg.imitation_coef and self._demonstrations is None:
             raise ConfigError("algo.imitation_coef needs demonstrations: set task.demos, or call remember.")

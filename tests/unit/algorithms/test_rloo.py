@@ -640,7 +640,7 @@ def test_a_memory_is_refused() -> None:
 
 def test_a_batch_without_groups_is_refused() -> None:
     algorithm, batch = setup()
-    with pytest.raises(KeyError, match="group"):
+    with pytest.raises(KeyError, match=r"groups of whole episodes \(\['group'\].*RolloutGenerator"):
         algorithm.update(batch.exclude("group"))
 
 
