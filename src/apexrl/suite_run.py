@@ -20,7 +20,6 @@ from apexrl.algorithms import BC, RLOO, BaseAlgorithm, BCConfig, RLOOConfig
 from apexrl.collectors import (
     BaseCollector,
     DemoCollector,
-    InitStateDataset,
     RolloutGenerator,
     RolloutStats,
     SuiteRunner,
@@ -183,21 +182,12 @@ def make_suite_collector(
         algorithm.remember(_read_demos(task, run_dir, env, "algo.imitation_coef"))
     first_path = Path(cfg.rollout_stats_path) if cfg.rollout_stats_path else run_dir / ROLLOUT_STATS
     path = first_path if distributed.is_first() else process_dir(run_dir, distributed.rank()) / ROLLOUT_STATS
-    generator = RolloutGenerator(
+    generator = RolloutGenerator.from_config(
         SuiteRunner(env, algorithm.policy, random_init=task.random_init),
-        rollouts_per_env=cfg.rloo_batch_size,
-        num_envs=cfg.num_groups,
-        init_state_dataset=InitStateDataset(env.suite),
-        enable_dynamic_sampling=cfg.enable_dynamic_sampling,
-        rollout_skip_threshold=cfg.rollout_skip_threshold,
-        enable_rollout_stats_tracking=cfg.enable_rollout_stats_tracking,
+        cfg,
         rollout_stats_path=path,
-        use_val_init=cfg.use_val_init,
         reuse_envs=task.reuse_envs,
         seed=seed,
-        oversample=cfg.oversample,
-        max_attempts=cfg.max_attempts,
-        max_groups=math.ceil(cfg.oversample * cfg.num_groups),
     )
     if generator.stats is not None:
         stats = generator.stats

@@ -483,6 +483,25 @@ def test_the_async_collector_serves_vla_models() -> None:
     collector.close()
 
 
+def test_the_trainer_collects_groups_of_episodes_of_a_suite_by_itself() -> None:
+    env = SuiteVecEnv(PointSuite(), 4, chunk=5, num_workers=0)
+    torch.manual_seed(0)
+    policy = VLAPolicy.for_env(env, chunk=5, width=32, depth=1, heads=2)
+    algorithm = RLOO(policy=policy, cfg=RLOOConfig(rloo_batch_size=3, num_groups=2, oversample=1.0, num_epochs=1))
+    trainer = Trainer(
+        env=env,
+        policy=policy,
+        algorithm=algorithm,
+    )
+    batches: list[TensorDict] = []
+    update = algorithm.update
+    algorithm.update = lambda rollout: batches.append(rollout) or update(rollout)  # type: ignore
+    trainer.learn(2)
+    assert [batch["group"][0].flatten().tolist() for batch in batches] == [[0, 0, 0, 1, 1, 1]]
+    assert trainer.evaluate(n_episodes=4, deterministic=True).num_episodes == 4
+    trainer.close()
+
+
 class BrokenEnv(gym.Env[Any, Any]):
     """Breaks at its tenth step."""
 

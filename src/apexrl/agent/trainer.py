@@ -23,10 +23,14 @@ from apexrl.agent.schedule import env_seed as env_seed
 from apexrl.agent.signals import Abandoned, StopRequest, stop_on_signal
 from apexrl.agent.state import ResumableTraining
 from apexrl.algorithms.base import BaseAlgorithm
+from apexrl.algorithms.rloo import RLOO
 from apexrl.collectors.async_ import AsyncCollector
 from apexrl.collectors.base import BaseCollector
+from apexrl.collectors.rollout_generator import RolloutGenerator
+from apexrl.collectors.suite_runner import SuiteRunner
 from apexrl.collectors.sync import SyncCollector
 from apexrl.envs import VecEnv, as_vec_env
+from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.errors import ConfigError, DivergenceError, EnvError, RunDirError
 from apexrl.evaluation import EvaluationResult, evaluate, save_step_csvs
 from apexrl.graphs import Acceleration, Stopwatch
@@ -40,6 +44,13 @@ from apexrl.types import OBSERVATION, REWARD, VALID, VALUE, Observation
 NO_GRAPHS = Acceleration(graphs=False)
 
 
+def _make_collector(env: VecEnv, algorithm: BaseAlgorithm, seed: int) -> BaseCollector:
+    policy = algorithm.rollout_policy
+    if isinstance(algorithm, RLOO) and isinstance(env, SuiteVecEnv):
+        return RolloutGenerator.from_config(SuiteRunner(env, policy), algorithm.cfg, seed=seed)
+    return SyncCollector(env, policy, keep=algorithm.required_keys, seed=seed)
+
+
 class Trainer(ResumableTraining):
     """Drives any algorithm: collect, update, log, evaluate, save.
 
@@ -48,7 +59,8 @@ class Trainer(ResumableTraining):
         policy: the networks; the same object that the algorithm updates.
         algorithm: turns batches into updates.
         cfg: the schedule.
-        collector: how batches are made; a ``SyncCollector`` when not given.
+        collector: how batches are made; when not given a ``SyncCollector``, or for RLOO on a suite a
+            ``RolloutGenerator`` with the algorithm's options.
         eval_env: environments for evaluation; made from ``env`` when not given.
         loggers: where numbers go.
         run_dir: where ``evaluations.jsonl`` and step tables go; None writes neither.
@@ -103,9 +115,7 @@ class Trainer(ResumableTraining):
         cfg = cfg or TrainingConfig()
         distributed.equalize(algorithm.initial_tensors())
         distributed.seed_apart(cfg.seed)
-        collector = collector or SyncCollector(
-            env, algorithm.rollout_policy, keep=algorithm.required_keys, seed=env_seed(cfg.seed)
-        )
+        collector = collector or _make_collector(env, algorithm, env_seed(cfg.seed))
         super().__init__(
             env, policy, algorithm, cfg, collector=collector, loggers=loggers, save_dir=save_dir, config=config
         )

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -171,6 +171,23 @@ class RolloutGenerator(BaseCollector):
         """Of each column: where it started, and whether it succeeded."""
         self._skipped: dict[str, _Draw] = {}
         """By their hash."""
+
+    @classmethod
+    def from_config(cls, env_runner: SuiteRunner, cfg: Any, **options: Any) -> Self:
+        """Create a generator from an ``RLOOConfig``; ``options`` are other arguments, which win."""
+        own = {
+            "rollouts_per_env": cfg.rloo_batch_size,
+            "num_envs": cfg.num_groups,
+            "enable_dynamic_sampling": cfg.enable_dynamic_sampling,
+            "rollout_skip_threshold": cfg.rollout_skip_threshold,
+            "enable_rollout_stats_tracking": cfg.enable_rollout_stats_tracking,
+            "rollout_stats_path": cfg.rollout_stats_path or None,
+            "use_val_init": cfg.use_val_init,
+            "oversample": cfg.oversample,
+            "max_attempts": cfg.max_attempts,
+            "max_groups": math.ceil(cfg.oversample * cfg.num_groups),
+        }
+        return cls(env_runner, **{**own, **options})
 
     @property
     def on_message(self) -> Callable[[str], None]:
