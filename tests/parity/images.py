@@ -1,6 +1,6 @@
 """A small task with image observations: bring a dot into the middle of an 16 × 16 image."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -12,7 +12,7 @@ SIZE = 16
 class DotEnv(gym.Env[NDArray[np.uint8], NDArray[np.float32]]):
     """The reward is minus the distance of the dot from the middle; an episode takes 20 steps."""
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
+    metadata = {"render_modes": []}  # noqa: RUF012
     observation_space = gym.spaces.Box(0, 255, (SIZE, SIZE, 3), np.uint8)
     action_space = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
 
