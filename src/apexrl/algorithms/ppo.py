@@ -23,7 +23,15 @@ from apexrl.algorithms.base import (
 from apexrl.buffers import bounds
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.errors import ConfigError
-from apexrl.functional import approx_kl, clipped_surrogate, explained_variance, gae, normalize, value_loss
+from apexrl.functional import (
+    approx_kl,
+    clipped_surrogate,
+    explained_variance,
+    gae,
+    normalize,
+    probability_ratio,
+    value_loss,
+)
 from apexrl.graphs import Acceleration, Captured, Compiled
 from apexrl.models import MLPActor, MLPCritic, RewardScaler
 from apexrl.models.actor import ActionHead
@@ -370,7 +378,7 @@ class PPO(BaseAlgorithm):
         if BEHAVIOUR_WEIGHT in batch:
             advantage = advantage * batch[BEHAVIOUR_WEIGHT]
         log_ratio = log_prob - batch[ANCHOR_LOG_PROB if ANCHOR_LOG_PROB in batch else SAMPLE_LOG_PROB]
-        ratio = log_ratio.exp()
+        ratio = probability_ratio(log_ratio)
         policy_term = clipped_surrogate(ratio, advantage, cfg.clip)
         value_term = value_loss(value, batch[RETURN], batch[VALUE], cfg.clip_value)
         entropy_term = -entropy.mean()

@@ -18,7 +18,7 @@ from apexrl.algorithms.bc import imitation_error
 from apexrl.algorithms.collapse import CollapseGuard
 from apexrl.buffers import bounds
 from apexrl.errors import ConfigError
-from apexrl.functional import approx_kl
+from apexrl.functional import approx_kl, probability_ratio
 from apexrl.functional.episodes import stack_episodes
 from apexrl.functional.rloo import group_std, leave_one_out, reverse_kl, surrogate
 from apexrl.graphs import Acceleration
@@ -435,11 +435,10 @@ class RLOO(BaseAlgorithm):
         entropy_term = -entropy.mean()
         start_kl = torch.zeros_like(policy_term)
         if self.reference is not None:
-            # Weighted by the ratio, so that its gradient is that of the divergence under the policy as it is now.
-            start_kl = (log_ratio.exp() * reverse_kl(log_prob, batch[REFERENCE_LOG_PROB])).mean()
+            start_kl = reverse_kl(log_prob, batch[REFERENCE_LOG_PROB], batch[SAMPLE_LOG_PROB]).mean()
         loss = policy_term + cfg.entropy_coef * entropy_term + cfg.kl_coef * start_kl
         with torch.no_grad():
-            ratio = log_ratio.exp()
+            ratio = probability_ratio(log_ratio)
             clip_frac = ((ratio < 1.0 - cfg.clip) | (ratio > 1.0 + clip_high)).float().mean()
             metrics = torch.stack((loss, policy_term, entropy_term, approx_kl(log_ratio), clip_frac, start_kl))
         return loss, metrics

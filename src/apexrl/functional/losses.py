@@ -5,6 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MAX_LOG_RATIO = 20.0
+"""Where a probability ratio stops to grow: far outside every clipping range, and finite in float32 with its gradient's
+square."""
+
+
+def probability_ratio(log_ratio: Tensor) -> Tensor:
+    """ρ = exp(min(log ρ, 20)), with gradient ρ ∇log ρ everywhere.
+
+    The exponential overflows from 89 on. That ratio is clipped where the advantage is positive; where it is negative,
+    the gradient must still lead back, and where it is 0, as a truncated weight of stale samples may be, 0 · ∞ is NaN.
+    """
+    return (log_ratio - (log_ratio.detach() - MAX_LOG_RATIO).clamp_min(0.0)).exp()
+
 
 def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
     """PPO's pessimistic surrogate, negated to be minimised.
@@ -36,7 +49,7 @@ def approx_kl(log_ratio: Tensor) -> Tensor:
 
     Unbiased, never negative, and it needs no distribution parameters in the batch.
     """
-    return (log_ratio.exp() - 1.0 - log_ratio).mean()
+    return (probability_ratio(log_ratio) - 1.0 - log_ratio).mean()
 
 
 def explained_variance(value: Tensor, target: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from apexrl.functional.losses import MAX_LOG_RATIO, probability_ratio
+
 
 def leave_one_out(returns: Tensor, group: Tensor) -> Tensor:
     """Score each episode against the others of its group.
@@ -72,14 +74,15 @@ def surrogate(log_ratio: Tensor, advantage: Tensor, clip: float, clip_high: floa
     Returns:
         Of the same shape.
     """
-    ratio = log_ratio.exp()
+    ratio = probability_ratio(log_ratio)
     return -torch.min(ratio * advantage, ratio.clamp(1.0 - clip, 1.0 + clip_high) * advantage)
 
 
-def reverse_kl(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
-    """Estimate KL(π ‖ π_ref) from single samples of π: exp(r) − 1 − r with r = log π_ref − log π.
+def reverse_kl(log_prob: Tensor, reference_log_prob: Tensor, sample_log_prob: Tensor) -> Tensor:
+    """Estimate KL(π ‖ π_ref) from single samples of π_old: ρ (exp(r) − 1 − r) with r = log π_ref − log π.
 
-    Never negative, zero where both agree, and of smaller variance than −r ("k3", John Schulman 2020).
+    Never negative, zero where both agree, and of smaller variance than −ρ r ("k3", John Schulman 2020). The ratio ρ to
+    the policy that acted makes its gradient that of the divergence. ρ exp(r) = π_ref / π_old does not depend on π.
     """
-    r = reference_log_prob - log_prob
-    return r.exp() - 1.0 - r
+    constant = (reference_log_prob - sample_log_prob).clamp(max=MAX_LOG_RATIO).exp()
+    return constant - probability_ratio(log_prob - sample_log_prob) * (1.0 + reference_log_prob - log_prob)

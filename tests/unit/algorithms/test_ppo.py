@@ -407,6 +407,19 @@ def test_the_loss_of_a_stale_sample_by_hand() -> None:
     assert metrics[METRICS.index("clip_frac")] == 1.0
 
 
+def test_a_stale_sample_without_weight_does_not_diverge() -> None:
+    # π_start / π_sample underflows to 0, and the policy came back to the action since: π / π_start overflows.
+    algorithm, _ = setup(value_coef=0.0, entropy_coef=0.0)
+    column = torch.zeros(1, 1)
+    batch = {"advantage": column + 3.0, "return": column, "value": column, "sample_log_prob": column,
+             "anchor_log_prob": column - 400.0, "behaviour_weight": column}  # fmt: skip
+    log_prob = torch.zeros(1, 1, requires_grad=True)
+    loss, metrics = algorithm._loss(batch, Evaluation(log_prob, column, column))
+    loss.backward()
+    assert log_prob.grad == 0.0
+    assert metrics.isfinite().all()
+
+
 @pytest.mark.parametrize("kind", [ActorCritic, RecurrentActorCritic])
 def test_updates_from_rollouts_of_the_last_weights_always_take_a_step(kind: Any) -> None:
     torch.manual_seed(0)

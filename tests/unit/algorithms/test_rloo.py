@@ -456,6 +456,20 @@ def test_samples_of_older_weights_begin_at_ratio_one_and_count_by_the_change_sin
     assert algorithm.update(batch)["updates"].item() == 1
 
 
+def test_stale_samples_that_the_policy_left_and_comes_back_to_do_not_diverge() -> None:
+    # At the start of the update their weight exp(-400) is 0; one step later their ratio exceeds float32: 0 · ∞.
+    algorithm, batch = setup(kl_coef=0.1)
+    advantage = algorithm._episodes(batch)[1]
+    batch["policy_version"] = torch.zeros_like(batch["group"])
+    batch["sample_log_prob"] += 400.0
+    samples = algorithm._samples(batch, advantage)
+    assert not samples["advantage"].any()
+    samples["sample_log_prob"] -= 400.0
+    metrics, gradient = algorithm._gradient(samples, torch.arange(len(samples)))
+    assert metrics.isfinite().all()
+    assert gradient.isfinite().all()
+
+
 def test_the_weighted_flow_learns_what_did_better(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make_vla("flow")
     cfg = RLOOConfig(loss="weighted_flow", num_epochs=20, num_minibatches=1, learning_rate=3e-3)

@@ -667,7 +667,7 @@ def test_rloo_learns_from_groups_of_the_policy_before() -> None:
     policy = suite_policy(env)
     messages: list[str] = []
     generator = RolloutGenerator(SuiteRunner(env, policy), 4, 3, on_message=messages.append)
-    algorithm = RLOO(policy=policy, cfg=RLOOConfig(rloo_batch_size=4, num_groups=3, num_epochs=1, learning_rate=0.1))
+    algorithm = RLOO(policy=policy, cfg=RLOOConfig(rloo_batch_size=4, num_groups=3, num_epochs=1, learning_rate=1e-3))
     collector = AsyncCollector(env, policy, generator=generator, max_staleness=1)
     assert generator.policy is not policy
     trainer = Trainer(env, policy, algorithm, TrainingConfig(num_train_steps=5), collector=collector)

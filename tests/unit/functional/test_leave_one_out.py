@@ -85,6 +85,40 @@ def test_the_estimate_of_the_divergence_has_the_right_mean() -> None:
     torch.manual_seed(0)
     here, there = torch.distributions.Normal(0.0, 1.0), torch.distributions.Normal(0.3, 1.0)
     sample = here.sample((400_000,))
-    estimate = reverse_kl(here.log_prob(sample), there.log_prob(sample))
-    assert (estimate >= 0).all()
+    log_prob = here.log_prob(sample)
+    estimate = reverse_kl(log_prob, there.log_prob(sample), log_prob)
+    assert (estimate > -1e-6).all()
     assert estimate.mean().item() == pytest.approx(0.045, abs=3e-4)
+
+
+def test_the_gradient_of_the_divergence_is_right_also_for_samples_of_another_policy() -> None:
+    # The same divergence of N(m, 1) from N(0.3, 1) at m = 0, with samples of N(0.2, 1): its derivative is m - 0.3.
+    torch.manual_seed(0)
+    mean = torch.zeros((), requires_grad=True)
+    here, actor = torch.distributions.Normal(mean, 1.0), torch.distributions.Normal(0.2, 1.0)
+    sample = actor.sample((400_000,))
+    there = torch.distributions.Normal(0.3, 1.0).log_prob(sample)
+    estimate = reverse_kl(here.log_prob(sample), there, actor.log_prob(sample)).mean()
+    assert estimate.item() == pytest.approx(0.045, abs=1e-3)
+    (gradient,) = torch.autograd.grad(estimate, mean)
+    assert gradient.item() == pytest.approx(-0.3, abs=5e-3)
+
+
+@pytest.mark.parametrize("moved", [-500.0, 500.0])
+def test_the_divergence_is_finite_where_the_policy_moved_far(moved: float) -> None:
+    # π went where the sample is exp(500) times less or more likely, and the reference did not: gradient -r ρ.
+    log_prob = torch.tensor(moved, requires_grad=True)
+    estimate = reverse_kl(log_prob, torch.tensor(0.0), torch.tensor(0.0))
+    (gradient,) = torch.autograd.grad(estimate, log_prob)
+    assert estimate.isfinite()
+    assert gradient.square().isfinite()
+    assert (gradient > 0) == (moved > 0)
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_the_surrogate_is_finite_for_a_ratio_that_is_not(advantage: float) -> None:
+    log_ratio = torch.tensor(500.0, requires_grad=True)
+    loss = surrogate(log_ratio, torch.tensor(advantage), clip=0.2, clip_high=0.2)
+    (gradient,) = torch.autograd.grad(loss, log_ratio)
+    assert loss.isfinite()
+    assert (gradient.item() > 0) == (advantage < 0)

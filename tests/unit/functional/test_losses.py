@@ -1,8 +1,9 @@
 import math
 
+import pytest
 import torch
 
-from apexrl.functional import approx_kl, clipped_surrogate, explained_variance, value_loss
+from apexrl.functional import approx_kl, clipped_surrogate, explained_variance, probability_ratio, value_loss
 
 
 def test_surrogate_clips_gains_but_not_losses() -> None:
@@ -17,6 +18,25 @@ def test_surrogate_has_no_gradient_where_it_is_clipped() -> None:
     clipped_surrogate(ratio, torch.ones(2), clip=0.2).backward()
     assert ratio.grad is not None
     torch.testing.assert_close(ratio.grad, torch.tensor([0.0, -0.5]))
+
+
+@pytest.mark.parametrize(("advantage", "pushes_back"), [(1.0, False), (0.0, False), (-1.0, True)])
+@pytest.mark.parametrize("log_ratio", [30.0, 500.0])
+def test_a_ratio_too_large_for_float32_gives_a_finite_gradient_that_leads_back(
+    log_ratio: float, advantage: float, pushes_back: bool
+) -> None:
+    x = torch.tensor([log_ratio], requires_grad=True)
+    loss = clipped_surrogate(probability_ratio(x), torch.tensor([advantage]), clip=0.2)
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert loss.isfinite()
+    assert gradient.square().isfinite()
+    assert (gradient.item() > 0) == pushes_back
+    assert approx_kl(x).isfinite()
+
+
+def test_the_ratio_is_the_exponential_where_policies_are_near() -> None:
+    log_ratio = torch.linspace(-100.0, 19.0, 50)
+    assert torch.equal(probability_ratio(log_ratio), log_ratio.exp())
 
 
 def test_value_loss_is_half_the_squared_error() -> None:
