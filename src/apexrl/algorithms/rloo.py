@@ -345,22 +345,19 @@ class RLOO(BaseAlgorithm):
         """Compute log-probabilities again where they are not what the actor stored: the ratio must begin at 1.
 
         A sample that older weights collected counts as often as the policy now takes its chunk more often than those
-        did, at most ``MAX_BEHAVIOUR_WEIGHT`` times. A chunk that was cut counts once: its stored probability is of all
-        of it.
+        did, at most ``MAX_BEHAVIOUR_WEIGHT`` times. For a chunk that was cut this is the ratio of the whole chunk,
+        whose probability is stored; that of the actions that were never executed has mean 1.
         """
-        cut = torch.zeros_like(samples[SAMPLE_LOG_PROB], dtype=torch.bool)
+        stored = samples[SAMPLE_LOG_PROB]
+        if is_stale or self.acceleration.precision == "bf16":  # acting was more exact, and a chunk sums many roundings
+            samples[SAMPLE_LOG_PROB] = self._log_probs(self._evaluate, samples.exclude(VALID_STEPS))
+        if is_stale:
+            samples[ADVANTAGE] *= (samples[SAMPLE_LOG_PROB] - stored).exp().clamp(max=MAX_BEHAVIOUR_WEIGHT)
         if VALID_STEPS in samples:
             assert isinstance(self.policy, VLAPolicy)
-            cut = samples[VALID_STEPS] < self.policy.chunk
-        if is_stale or self.acceleration.precision == "bf16":  # acting was more exact, and a chunk sums many roundings
-            stored = samples[SAMPLE_LOG_PROB]
-            samples[SAMPLE_LOG_PROB] = self._log_probs(self._evaluate, samples)
-            if is_stale:
-                weight = (samples[SAMPLE_LOG_PROB] - stored).exp().clamp(max=MAX_BEHAVIOUR_WEIGHT)
-                samples[ADVANTAGE] *= torch.where(cut, 1.0, weight)
-        elif cut.any():
-            rows = cut.squeeze(-1).nonzero().squeeze(-1)
-            samples[SAMPLE_LOG_PROB][rows] = self._log_probs(self._evaluate, samples[rows])
+            rows = (samples[VALID_STEPS] < self.policy.chunk).squeeze(-1).nonzero().squeeze(-1)
+            if len(rows):
+                samples[SAMPLE_LOG_PROB][rows] = self._log_probs(self._evaluate, samples[rows])
 
     def _log_probs(self, evaluate: Any, samples: TensorDict) -> Tensor:
         size, here = self.cfg.micro_batch_size or ROWS_WITHOUT_GRADIENT, self.policy.device

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Where a probability ratio stops to grow: far outside every clipping range, and finite in float32 with its gradient's
-square."""
+"""Upper bound of the logarithm of a probability ratio: far outside every clipping range, and small enough that ratio
+and squared gradient are finite in float32."""
 
 
 def probability_ratio(log_ratio: Tensor) -> Tensor:
-    """ρ = exp(min(log ρ, 20)), with gradient ρ ∇log ρ everywhere.
+    """ρ = exp(min(log ρ, 20)), with the gradient ρ ∇log ρ everywhere.
 
-    The exponential overflows from 89 on. That ratio is clipped where the advantage is positive; where it is negative,
-    the gradient must still lead back, and where it is 0, as a truncated weight of stale samples may be, 0 · ∞ is NaN.
+    In float32, exp(log ρ) overflows above 88. The loss would be infinite for a negative advantage, whose gradient must
+    still lead back, and 0 · ∞ = NaN for an advantage of 0, which stale samples with a vanishing weight have.
     """
     return (log_ratio - (log_ratio.detach() - MAX_LOG_RATIO).clamp_min(0.0)).exp()
 
