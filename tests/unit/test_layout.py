@@ -1,11 +1,39 @@
 """Rules of the repository that no single module owns."""
 
 import ast
+import re
+from collections import Counter
 from pathlib import Path
 
 import apexrl
 
 PACKAGE = Path(apexrl.__file__).parent
+TESTS = Path(__file__).parents[1]
+MODULE_STRING = re.compile(r"^apexrl(\.\w+)+:\w+|^apexrl\.\w+(\.\w+)+$")
+"""A string that names something in a module, as ``monkeypatch.setattr`` takes it, or a module."""
+
+
+def ties_to_the_layout() -> Counter[str]:
+    """Count, for each test file, private names of the package and strings with its module paths."""
+    found: Counter[str] = Counter()
+    for path in TESTS.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        own |= {
+            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                name, owner = node.attr, getattr(node.value, "id", "")
+                counts = name.startswith("_") and not name.startswith("__") and name not in own
+                counts = counts and owner not in ("self", "cls", "sys", "os", "torch", "np")
+            elif isinstance(node, ast.ImportFrom):
+                private = [alias.name for alias in node.names if alias.name.startswith("_")]
+                counts = (node.module or "").startswith("apexrl") and bool(private)
+            else:
+                counts = isinstance(node, ast.Constant) and bool(MODULE_STRING.match(str(node.value)))
+            found[str(path.relative_to(TESTS))] += counts
+    return +found
 
 
 def test_every_public_name_is_importable_from_the_package() -> None:
