@@ -32,10 +32,10 @@ import gymnasium as gym
 import numpy as np
 import report
 import torch
+from adaptation import LARGE_CHANGES, guessed_and_true, mean_rewards, with_fixed_latent
 from torch import Tensor, nn
 
 from apexrl import PPO, PPOROA, ActorCritic, PPOConfig, PPOROAConfig, ROAPolicy, SyncCollector, Trainer, make_env
-from apexrl.adaptation import LARGE_CHANGES, guessed_and_true, mean_rewards, with_fixed_latent
 from apexrl.agent import TrainingConfig
 from apexrl.config import Config, load_config
 from apexrl.envs import VecEnv

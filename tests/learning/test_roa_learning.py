@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from adaptation import mean_rewards, with_fixed_latent
 
 from apexrl import PPOROA, PPOROAConfig, ROAPolicy, Trainer, make_env
-from apexrl.adaptation import mean_rewards, with_fixed_latent
 from apexrl.agent import TrainingConfig
 
 pytestmark = pytest.mark.learning

@@ -1,5 +1,6 @@
-"""The picture of teacher and student."""
+"""The plot of ``benchmarks/adaptation.py``: what teacher and student do when the physics change."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adaptation import compare, draw, mean_rewards, with_fixed_latent
+from adaptation import main as plot_adaptation
 from PIL import Image
+from tests.refusals import refused
 
 from apexrl import ActorCritic, ROAPolicy, make_env, run
-from apexrl.adaptation import compare, draw, mean_rewards, with_fixed_latent
 from apexrl.cli import main
 from apexrl.envs.tasks import TASKS, Payload
 from apexrl.sections import TaskConfig
@@ -31,12 +34,24 @@ def roa(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_plot_also_draws_how_the_student_adapts(roa: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plot", str(roa)]) == 0
+def test_the_script_draws_how_the_student_of_each_run_adapts(
+    roa: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["adaptation.py", str(roa)])
+    plot_adaptation()
     path = roa / "run-adaptation.png"
-    assert capsys.readouterr().out.split() == [str(roa / "curve.png"), str(path)]
-    with Image.open(path) as picture:
-        assert len(set(picture.convert("L").get_flattened_data())) > 50
+    assert capsys.readouterr().out.split() == [str(path)]
+    with Image.open(path) as image:
+        assert len(set(image.convert("L").get_flattened_data())) > 50
+
+
+def test_a_run_that_does_not_exist_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["adaptation.py", str(tmp_path / "nowhere")])
+    with refused(SystemExit, 2):
+        plot_adaptation()
+    assert str(tmp_path / "nowhere") in capsys.readouterr().err
 
 
 def test_a_run_whose_own_physics_change_is_drawn_too(roa: Path) -> None:
@@ -48,7 +63,7 @@ def test_a_run_whose_own_physics_change_is_drawn_too(roa: Path) -> None:
     adaptation = compare(replace(trained, config=config), episodes=2)
     plain = compare(trained, episodes=2)
     assert adaptation.change_step == plain.change_step == 10
-    assert np.array_equal(adaptation.true, plain.true)  # the physics of the one episode are those of the picture
+    assert np.array_equal(adaptation.true, plain.true)  # the physics of the one episode are those of the plot
     assert np.array_equal(adaptation.rewards["teacher"], plain.rewards["teacher"])
 
 

@@ -23,7 +23,7 @@ def register(command: AddCommand) -> None:
         "--format", default="onnx,torchscript", metavar="NAMES", help="one or both of onnx,torchscript; default both"
     )
 
-    plot = command("plot", "Draw the learning curves of runs; for PPO-ROA also how the student adapts.", _plot)
+    plot = command("plot", "Draw the learning curves of runs.", _plot)
     plot.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     plot.add_argument("--output", type=Path, metavar="FILE.png", help="default curve.png in the first run directory")
 
@@ -64,25 +64,8 @@ def _shape(sizes: Sequence[int | str]) -> str:
 def _plot(options: argparse.Namespace, _: Overrides) -> int:
     from apexrl.plots import plot_runs
 
-    path = plot_runs(options.run_dirs, options.output or options.run_dirs[0] / "curve.png", warn)
-    print(path)
-    for run_dir in options.run_dirs:
-        _plot_adaptation(run_dir, path)
+    print(plot_runs(options.run_dirs, options.output or options.run_dirs[0] / "curve.png", warn))
     return 0
-
-
-def _plot_adaptation(run_dir: Path, curve: Path) -> None:
-    """Draw how the student of a PPO-ROA run adapts, beside its learning curve."""
-    from apexrl.run import resumed_config
-
-    if not (run_dir / "config.yaml").is_file() or resumed_config(run_dir).policy.kind != "roa":
-        return
-    if not any((run_dir / "checkpoints").glob("*.pt")):
-        print(f"{run_dir} has no checkpoint yet: no picture of teacher and student.")
-        return
-    from apexrl.adaptation import plot_adaptation
-
-    print(plot_adaptation(run_dir, curve.with_name(f"{run_dir.resolve().name}-adaptation{curve.suffix}")))
 
 
 def _names(text: str) -> list[str]:

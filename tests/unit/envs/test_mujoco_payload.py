@@ -352,8 +352,9 @@ def test_the_list_names_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_preset_trains_and_is_drawn_with_a_change(tmp_path: Path) -> None:
+    from adaptation import compare
+
     from apexrl import run
-    from apexrl.adaptation import compare
     from apexrl.cli import main
 
     small = {

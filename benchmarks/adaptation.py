@@ -1,7 +1,16 @@
-"""A picture of how a student adapts: its reward beside the teacher's, and what it guesses beside what is true."""
+"""Plot how the student of a PPO-ROA run adapts: its reward beside the teacher's, its guess beside the true feature.
+
+    python benchmarks/adaptation.py RUN_DIR [RUN_DIR ...]
+
+Loads the newest checkpoint of each run and writes ``RUN_DIR/NAME-adaptation.png``. Where the physics of the task can
+change within an episode, the motors lose most of their strength in the middle of it. The left panel has the mean reward
+per step of the teacher, of the student, and of the student with its latent fixed; the right one follows the privileged
+feature along one episode.
+"""
 
 from __future__ import annotations
 
+import argparse
 import copy
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from apexrl.envs import VecEnv
+from apexrl.errors import ApexRLError
 from apexrl.policies import Policy, ROAPolicy
 from apexrl.rollout import make_actor, rollout
 from apexrl.run import TrainedPolicy, load_trained, make_task
@@ -124,7 +134,7 @@ def _with_change(trained: TrainedPolicy, num_envs: int, options: dict[str, Any])
 
 
 def draw(adaptation: Adaptation, path: Path) -> Path:
-    """Draw the rewards, and the three features that vary most."""
+    """Draw the rewards, and the three features that vary most, into a file."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -152,7 +162,22 @@ def draw(adaptation: Adaptation, path: Path) -> Path:
     return temporary.replace(path)
 
 
-def plot_adaptation(run_dir: Path, path: Path) -> Path | None:
-    """Draw the newest checkpoint of a run; None when it is not one of teacher and student."""
-    trained = load_trained(run_dir)
-    return draw(compare(trained), path) if isinstance(trained.policy, ROAPolicy) else None
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="runs of PPO-ROA")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="of the figures; default each run's own directory")
+    parser.add_argument("--format", choices=("png", "pdf", "svg"), default="png", help="default png")
+    options = parser.parse_args()
+    for run_dir in options.run_dirs:
+        try:
+            trained = load_trained(run_dir)
+        except ApexRLError as error:
+            parser.error(str(error))
+        if not isinstance(trained.policy, ROAPolicy):
+            parser.error(f"{run_dir} is not a run of PPO-ROA, so it has no student to plot.")
+        name = f"{run_dir.resolve().name}-adaptation.{options.format}"
+        print(draw(compare(trained), (options.output or run_dir) / name))
+
+
+if __name__ == "__main__":
+    main()
