@@ -1,4 +1,4 @@
-"""``python -m apexrl.policies.vla.sizes`` prints how many parameters each size has."""
+"""Print how many parameters each ``policy.size`` of a ``VLAPolicy`` has: ``python benchmarks/vla_sizes.py``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def count_parameters(size: str, *, num_cameras: int, lora_rank: int = 0) -> tupl
 
 
 def main() -> None:
-    """Print the table as Markdown."""
     print("| size | width | depth | heads | expert width | state only | one camera | trained with `lora_rank: 8` |")
     print("|---|---|---|---|---|---|---|---|")
     for name, size in SIZES.items():
