@@ -102,9 +102,9 @@ format: install  ## Format and fix what can be fixed.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: install  ## Install the peers and compare with them on one CPU thread (apexrl bench runs the others).
+bench: install  ## Install the peers and compare with them on one CPU thread (the others: python benchmarks/NAME.py).
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
-	$(BIN)/apexrl bench ppo_cpu
+	$(BIN)/python benchmarks/ppo_cpu.py
 
 clean:  ## Remove the virtual environments and caches.
 	rm -rf $(VENV) $(MANISKILL) $(MJLAB) $(ENVPOOL) $(VULKAN) $(CHROMIUM) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache site

@@ -722,10 +722,3 @@ def test_a_directory_that_is_no_run_is_not_resumed(tmp_path: Path, capsys: pytes
     (tmp_path / "notes.txt").write_text("not a run")
     assert "it has no config.yaml" in refused(capsys, "train", "--resume", str(tmp_path))
     assert list(tree(tmp_path)) == ["notes.txt"]
-
-
-def test_bench_runs_a_program_of_the_source_tree(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "envs", "--help"]) == 0
-    assert "--quick" in capfd.readouterr().out
-    assert main(["bench", "ppo_cpuu"]) == 2
-    assert "Did you mean 'ppo_cpu'" in capfd.readouterr().err

@@ -1,22 +1,16 @@
-"""``apexrl list``, ``apexrl check-env`` and ``apexrl bench``."""
+"""``apexrl list`` and ``apexrl check-env``."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
 from apexrl.commands.common import AddCommand, Overrides, positive
-from apexrl.errors import ConfigError, did_you_mean
+from apexrl.errors import ConfigError
 
 
 def register(command: AddCommand) -> None:
     """Add the commands."""
     command("list", "List presets, tasks and algorithms.", _list)
-
-    bench = command("bench", "Run a benchmark of the source tree against the peers it needs (make bench).", _bench)
-    bench.add_argument("name", help="ppo_cpu, ppo_gpu, envs, ppo_learning or profile_iteration")
-    bench.add_argument("options", nargs=argparse.REMAINDER, help="of the benchmark, such as --quick")
 
     check = command("check-env", "Check that an environment keeps the contract.", _check_env)
     check.add_argument(
@@ -51,20 +45,6 @@ def _list(_: argparse.Namespace, __: Overrides) -> int:
     for name, (algorithm, _config) in ALGORITHMS.items():
         print(f"  {name:18} {(algorithm.__doc__ or '').splitlines()[0]}")
     return 0
-
-
-def _bench(options: argparse.Namespace, _: Overrides) -> int:
-    import subprocess
-
-    directory = Path(__file__).parents[3] / "benchmarks"
-    helpers = ("report", "compare_learning", "page")
-    names = sorted(path.stem for path in directory.glob("*.py") if path.stem not in helpers)
-    if not names:
-        raise ConfigError("Benchmarks come with the source tree, not with the installed package: clone the repository.")
-    if options.name not in names:
-        hint = did_you_mean(options.name, names)
-        raise ConfigError(f"Unknown benchmark '{options.name}'; benchmarks are {', '.join(names)}.{hint}")
-    return subprocess.call([sys.executable, str(directory / f"{options.name}.py"), *options.options])
 
 
 def _check_env(options: argparse.Namespace, _: Overrides) -> int:
