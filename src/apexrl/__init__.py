@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from apexrl.collectors import InitStateDataset as InitStateDataset
     from apexrl.collectors import InitStateSampler as InitStateSampler
     from apexrl.collectors import RayCollector as RayCollector
-    from apexrl.collectors import RaySuiteRunner as RaySuiteRunner
     from apexrl.collectors import RolloutGenerator as RolloutGenerator
     from apexrl.collectors import RolloutStats as RolloutStats
     from apexrl.collectors import SuiteRunner as SuiteRunner
@@ -89,7 +88,6 @@ _HOME = {
         "InitStateDataset",
         "InitStateSampler",
         "RayCollector",
-        "RaySuiteRunner",
         "RolloutGenerator",
         "RolloutStats",
         "SuiteRunner",

@@ -5,7 +5,6 @@ from apexrl.collectors.base import BaseCollector
 from apexrl.collectors.demos import DemoCollector
 from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, RolloutStats
 from apexrl.collectors.ray_ import RayCollector
-from apexrl.collectors.ray_suite import RaySuiteRunner
 from apexrl.collectors.rollout_generator import RolloutGenerator
 from apexrl.collectors.suite_runner import SuiteRunner
 from apexrl.collectors.sync import SyncCollector
@@ -17,7 +16,6 @@ __all__ = [
     "InitStateDataset",
     "InitStateSampler",
     "RayCollector",
-    "RaySuiteRunner",
     "RolloutGenerator",
     "RolloutStats",
     "SuiteRunner",

@@ -142,9 +142,8 @@ class RolloutGenerator(BaseCollector):
         self.oversample = oversample if enable_dynamic_sampling else 1.0
         self.max_attempts, self.max_groups = max_attempts, max_groups or num_envs
         self.keep = keep
-        self._on_message: Callable[[str], None] = logging.getLogger("apexrl").info
-        if on_message is not None:
-            self.on_message = on_message
+        self.on_message: Callable[[str], None] = on_message or logging.getLogger("apexrl").info
+        """Told which states are skipped and dropped, and what else people should know."""
         self.stats = (
             RolloutStats(rollout_stats_path, skip_threshold=rollout_skip_threshold)
             if enable_rollout_stats_tracking and not env_runner.random_init
@@ -188,15 +187,6 @@ class RolloutGenerator(BaseCollector):
             "max_groups": math.ceil(cfg.oversample * cfg.num_groups),
         }
         return cls(env_runner, **{**own, **options})
-
-    @property
-    def on_message(self) -> Callable[[str], None]:
-        """Told which states are skipped and dropped, and what else people should know; setting it sets the runner's."""
-        return self._on_message
-
-    @on_message.setter
-    def on_message(self, tell: Callable[[str], None]) -> None:
-        self._on_message = self.env_runner.on_message = tell
 
     @property
     def policy(self) -> Policy:
@@ -322,15 +312,13 @@ class RolloutGenerator(BaseCollector):
         """Return numbers of the last collection.
 
         Groups wanted, valid (useful ones that were found) and dropped, states skipped, episodes run and lost,
-        attempts, control steps and their rate, simulators made, the seconds that took, episodes that needed none,
-        and what the runner adds.
+        attempts, control steps and their rate, simulators made, the seconds that took, and episodes that needed none.
         """
         return {
             "collect/groups_wanted": float(self.num_envs),
             **{f"collect/{name}": float(self._counts[name]) for name in COUNTS},
             "collect/control_steps_per_second": self._counts["control_steps"] / max(self._seconds, 1e-9),
             "collect/seconds_creating_envs": self._seconds_creating,
-            **self.env_runner.metrics(),
         }
 
     def follow(self, policy: Policy) -> None:
@@ -343,13 +331,8 @@ class RolloutGenerator(BaseCollector):
         if isinstance(self.init_state_dataloader, InitStateSampler):
             self.init_state_dataloader.restart(seed)
 
-    def close(self) -> None:
-        """End what the runner has in the background; the environments stay open."""
-        self.env_runner.close()
-
     def cleanup(self) -> None:
         """Close the environments. The generator cannot be used afterwards."""
-        self.close()
         self.created_envs.clear()
         self.env.close()
 

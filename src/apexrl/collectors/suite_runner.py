@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -41,8 +40,6 @@ class SuiteRunner:
         self.env, self.policy, self.random_init = env, policy, random_init
         if random_init:
             env.suite.random_init_state(0, (0,))  # a suite that cannot says so at once
-        self.on_message: Callable[[str], None] = logging.getLogger("apexrl").warning
-        """Told what people should know."""
         self.on_step: Callable[[], None] | None = None
         """Called before every step of the environments here; what it raises ends the episodes."""
 
@@ -66,17 +63,9 @@ class SuiteRunner:
         """Time that making them took, all together."""
         return self.env.seconds_creating
 
-    def metrics(self) -> dict[str, float]:
-        """Return numbers about how the episodes are run, by their full log names."""
-        return {}
-
     def release_envs(self) -> None:
         """Close the simulators; the next episodes create others."""
         self.env.release()
-
-    def close(self) -> None:
-        """End what runs in the background; the environments stay open."""
-        return
 
     def create_parallel_envs(self, task_name: str) -> CreatedEnv:
         """Return the environments of a task. Their workers make a simulator when a task first needs it, and keep it.
