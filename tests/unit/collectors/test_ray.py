@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.refusals import refused
 from tests.scripted import ScriptedEnv
 from torch import Tensor, nn
 
@@ -112,21 +113,22 @@ def _one_ray() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def shared_collector() -> Iterator[RayCollector]:
+def shared_collector() -> Iterator[tuple[RayCollector, dict[str, Any]]]:
+    """Return a collector with two workers, and its state when it was new."""
     with RayCollector(CountingEnv, NumberPolicy(), num_workers=2, seed=0) as collector:
-        yield collector
+        yield collector, collector.state_dict()
 
 
 @pytest.fixture
-def counting(shared_collector: RayCollector) -> RayCollector:
-    """Two workers at the start of their episodes, as if they were new."""
-    shared_collector.follow(NumberPolicy())
-    shared_collector.restart(0)
-    shared_collector.episode_metrics.clear()
-    shared_collector._version, shared_collector._dropped, shared_collector._workers.lost = -1, 0, 0
-    shared_collector._told_of_state = False
-    shared_collector.metrics()
-    return shared_collector
+def counting(shared_collector: tuple[RayCollector, dict[str, Any]]) -> RayCollector:
+    """Two workers at the start of their episodes, as if they were new; what was lost and dropped is counted on."""
+    collector, new = shared_collector
+    collector.follow(NumberPolicy())
+    collector.load_state_dict(new)
+    collector.restart(0)
+    collector.episode_metrics.clear()
+    collector.metrics()
+    return collector
 
 
 def process_of(batch: TensorDict, column: int) -> int:
@@ -175,7 +177,7 @@ def test_rollouts_lie_side_by_side_and_a_metric_that_one_lacks_is_unknown_there(
 def test_each_rollout_comes_once_in_order_with_its_version_and_none_is_too_old(
     counting: RayCollector, max_staleness: int
 ) -> None:
-    policy = counting.policy
+    policy, before = counting.policy, counting.metrics()
     assert isinstance(policy, NumberPolicy)
     counting.max_staleness = max_staleness
     for call in range(6):
@@ -191,8 +193,7 @@ def test_each_rollout_comes_once_in_order_with_its_version_and_none_is_too_old(
         assert (batch["value"] == call).all()  # by the learner's own
     assert len({os.getpid(), process_of(batch, 0), process_of(batch, 2)}) == 3
     assert counting.metrics() == {
-        "collect/lost_rollouts": 0.0,
-        "collect/dropped": 0.0,
+        **before,  # nothing was lost or dropped
         "collect/staleness": pytest.approx(sum(min(call, max_staleness) for call in range(6)) / 6),
         "collect/worker_seconds": pytest.approx(0.0, abs=1.0),
     }
@@ -202,10 +203,11 @@ def test_each_rollout_comes_once_in_order_with_its_version_and_none_is_too_old(
 
 def test_another_length_drops_what_was_ordered_ahead_and_reset_cuts_the_episodes(counting: RayCollector) -> None:
     counting.max_staleness = 1
+    dropped = counting.metrics()["collect/dropped"]
     counting.collect(3)
     batch = counting.collect(4)  # after three steps that were dropped
     assert batch["observation"][:, 0, 0].tolist() == [1, 2, 3, 4]
-    assert counting.metrics()["collect/dropped"] == 2
+    assert counting.metrics()["collect/dropped"] == dropped + 2
     assert counting.episode_metrics.totals["episode_len"].tolist() == [4 * 10, 8]
     # Four steps that were dropped, and then new episodes: the cut ones count nowhere.
     assert counting.collect(4, reset=True)["observation"][:, 0, 0].tolist() == [0, 1, 2, 3]
@@ -267,7 +269,7 @@ def test_a_worker_collects_what_the_synchronous_collector_does_with_its_seed() -
 
 
 def test_training_goes_on_when_a_worker_is_killed_and_one_rollout_is_lost(counting: RayCollector) -> None:
-    env, messages = CountingEnv(), list[str]()
+    env, messages, lost = CountingEnv(), list[str](), counting.metrics()["collect/lost_rollouts"]
     ppo = PPO(env, PPOConfig(num_steps=12, num_epochs=1, num_minibatches=1), device="cpu")
     counting.max_staleness, counting.on_message = 1, messages.append
     counting.follow(ppo.policy)
@@ -288,10 +290,9 @@ def test_training_goes_on_when_a_worker_is_killed_and_one_rollout_is_lost(counti
 
     assert trainer.iteration == 8
     assert [batch.shape for batch in seen] == [(12, 4)] * 8
-    assert counting.metrics()["collect/lost_rollouts"] == 1
+    assert counting.metrics()["collect/lost_rollouts"] == lost + 1
     assert len(messages) == 1
     assert messages[0].startswith("Ray worker 1 died")
-    assert "the rollout it was collecting is lost" in messages[0]
     # The worker that lives has lost nothing; after three or four batches a new one is in the place of the dead one.
     assert torch.cat([batch["observation"][:, 0, 0] for batch in seen]).tolist() == [t % EPISODE for t in range(96)]
     assert len({process_of(batch, 0) for batch in seen}) == 1
@@ -337,61 +338,61 @@ def test_metrics_that_appear_later_in_a_worker_are_counted() -> None:
 def test_what_an_environment_raises_reaches_the_caller_every_time() -> None:
     with RayCollector(CountingEnv, NumberPolicy(11.0), num_workers=1, max_staleness=0) as collector:
         for _ in range(2):
-            with pytest.raises(ZeroDivisionError, match="the simulator exploded") as caught:
+            with refused(ZeroDivisionError, "the simulator exploded") as caught:
                 collector.collect(3)
             assert caught.value.__notes__ == ["Raised in Ray worker 0."]
-    with pytest.raises(EnvError, match="closed"):
+    with refused(EnvError, "RayCollector", "closed"):
         collector.collect(3)
 
 
 @pytest.mark.parametrize(
-    ("action", "what"), [(-11.0, "the last one died"), (-10.0, "the last one gave no rollout for 0.2 s")]
+    ("action", "timeout", "named"), [(-11.0, 600.0, ("died",)), (-10.0, 3.0, ("3 s",))], ids=["die", "hang"]
 )
 def test_workers_that_die_or_hang_again_and_again_end_the_run(
-    monkeypatch: pytest.MonkeyPatch, action: float, what: str
+    monkeypatch: pytest.MonkeyPatch, action: float, timeout: float, named: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(ray_workers, "MAX_DEATHS", 2)
     messages: list[str] = []
-    with RayCollector(CountingEnv, NumberPolicy(action), num_workers=1, on_message=messages.append) as collector:
-        if action == -10.0:
-            collector._workers.timeout = 0.2
-        with pytest.raises(EnvError, match=f"2 Ray workers in a row were lost in place 0; {what}"):
+    options: dict[str, Any] = {"rollout_timeout": timeout, "on_message": messages.append}
+    with RayCollector(CountingEnv, NumberPolicy(action), num_workers=1, **options) as collector:
+        with refused(EnvError, "2 Ray workers", "place 0", *named):
             collector.collect(3)
         assert collector.metrics()["collect/lost_rollouts"] == 2
     assert len(messages) == 1
 
 
 def test_a_lost_worker_that_finds_no_room_is_told_from_one_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages: list[str] = []
-    with RayCollector(CountingEnv, NumberPolicy(), num_workers=1, on_message=messages.append) as collector:
+    messages, resources = list[str](), dict[str, float]()
+    options: dict[str, Any] = {"worker_options": {"resources": resources}, "on_message": messages.append}
+    with RayCollector(CountingEnv, NumberPolicy(), num_workers=1, **options) as collector:
         pid = process_of(collector.collect(3), 0)
         messages.clear()
         monkeypatch.setattr(ray_workers, "ROOM_SECONDS", 0.5)
         monkeypatch.setattr(ray_workers, "START_SECONDS", (1.0, 2.0))
         # As if its host had died with what only that one had.
-        collector._workers._options["resources"] = {"arm": 1}
+        resources["arm"] = 1
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EnvError, match=r"0 of 1 new Ray workers started within 2 s\. .*1 arm \(0 of 0 free\)"):
+        with refused(EnvError, "0 of 1", "2 s", "1 arm (0 of 0 free)"):
             collector.collect(3)
         assert collector.metrics()["collect/lost_rollouts"] == 1
     assert messages[0].startswith("Ray worker 0 died")
     assert messages[1].startswith("0 of 1 new Ray workers started within 0.5 s. Each needs 1 CPU (")
 
 
-def test_a_resumed_run_is_told_that_episodes_begin_anew(counting: RayCollector) -> None:
+def test_a_resumed_run_is_told_that_it_starts_new_episodes() -> None:
     messages: list[str] = []
-    counting.on_message = messages.append
-    unused = counting.state_dict()
-    counting.collect(3)
-    used = counting.state_dict()
-    counting.load_state_dict(unused)
-    assert len(messages) == 1  # of the checkpoint
-    counting.load_state_dict(used)
+    with RayCollector(CountingEnv, NumberPolicy(), num_workers=1, on_message=messages.append) as collector:
+        unused = collector.state_dict()
+        collector.collect(3)
+        used = collector.state_dict()
+        collector.load_state_dict(unused)
+        assert len(messages) == 1  # of the checkpoint
+        collector.load_state_dict(used)
     assert messages[1:] == ["Ray workers start new episodes, so this run will differ from an uninterrupted one."]
 
 
 def test_what_the_factory_raises_reaches_the_caller() -> None:
-    with pytest.raises(EnvError, match="There is no environment 'nowhere'"):
+    with refused(EnvError, "nowhere"):
         RayCollector(partial(make_env, "nowhere", 2), NumberPolicy(), num_workers=1)
 
 
@@ -399,7 +400,8 @@ def test_what_the_factory_raises_reaches_the_caller() -> None:
     "options", [{"num_workers": 0}, {"max_staleness": -1}, {"rollout_timeout": 0.0}], ids=lambda o: next(iter(o))
 )
 def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
+    ((name, value),) = options.items()
+    with refused(ConfigError, f"RayCollector.{name}", value):
         RayCollector(CountingEnv, NumberPolicy(), **options)
 
 
@@ -410,8 +412,23 @@ def test_a_factory_that_cannot_be_sent_is_named() -> None:
         with lock:
             return CountingEnv()
 
-    with pytest.raises(ConfigError, match=r"make_env cannot be sent to Ray workers.*functools\.partial"):
+    with refused(ConfigError, "make_env", "functools.partial"):
         RayCollector(make, NumberPolicy())
+
+
+def test_workers_for_which_there_is_no_room_at_the_start_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_workers, "ROOM_SECONDS", 0.5)
+    monkeypatch.setattr(ray_workers, "START_SECONDS", (1.0, 1.0))
+    with refused(EnvError, "0 of 2", "1 s", "99 CPU"):
+        RayCollector(CountingEnv, NumberPolicy(), num_workers=2, worker_options={"num_cpus": 99})
+    assert ray.is_initialized()  # for the other collectors
+
+
+def test_an_address_where_there_is_no_ray_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with refused(ConfigError, "RAY_ADDRESS=127.0.0.1:1", "refused"):
+        RaySession(1)
 
 
 def test_a_run_collects_with_ray_by_its_configuration(tmp_path: Path) -> None:
