@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import report
+import scaling
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def scaling() -> Any:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import scaling
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return scaling
-
-
 @pytest.fixture
-def costs(scaling: Any) -> Any:
+def costs() -> scaling.Costs:
     """A worker needs 10 (4 * 0.02 + 0.02) = 1 s for 40 steps, of which 10 (4 * 0.005 + 0.02) = 0.4 s compute."""
     return scaling.Costs(
         env_step=0.02,
@@ -40,7 +34,7 @@ def costs(scaling: Any) -> Any:
     )
 
 
-def test_parts_that_follow_each_other_add_up(scaling: Any, costs: Any) -> None:
+def test_parts_that_follow_each_other_add_up(costs: scaling.Costs) -> None:
     # Weights over two hops take 0.2 s, three rollouts over the network 0.6 s, the learner 0.05 + 0.3 s.
     found = scaling.predict(costs, 3, overlap=False)
     assert found.seconds == pytest.approx(
@@ -63,16 +57,16 @@ def test_parts_that_follow_each_other_add_up(scaling: Any, costs: Any) -> None:
     ],
 )
 def test_of_parts_that_overlap_the_longest_counts(
-    scaling: Any, costs: Any, workers: int, update_step: float, cores: int | None, seconds: float, bottleneck: str
+    costs: scaling.Costs, workers: int, update_step: float, cores: int | None, seconds: float, bottleneck: str
 ) -> None:
-    case = scaling.replace(costs, update_step=update_step)
+    case = replace(costs, update_step=update_step)
     found = scaling.predict(case, workers, overlap=True, cores=cores)
     assert found.bottleneck == bottleneck
     assert found.steps_per_s == pytest.approx(workers * 40 / seconds)
 
 
 def test_the_record_is_predicted_within_a_fifth_and_has_the_rounds_of_the_default(
-    scaling: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     content = json.loads((BENCHMARKS / "scaling.json").read_text())
     assert len(content["tasks"]) == 2
@@ -91,8 +85,8 @@ def test_the_record_is_predicted_within_a_fifth_and_has_the_rounds_of_the_defaul
 
     monkeypatch.setattr(scaling, "run", run)
     monkeypatch.setattr(scaling, "show", lambda content: None)
-    monkeypatch.setattr(scaling.report, "write", lambda name, content: None)
+    monkeypatch.setattr(report, "write", lambda name, content: None)
     monkeypatch.setattr(sys, "argv", ["scaling.py"])
-    monkeypatch.setattr(scaling.torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     scaling.main()
     assert asked == [(found["task"], len(found["measured"][0]["all"])) for found in content["tasks"]]
