@@ -36,12 +36,12 @@ def refused(error: type[BaseException], *named: object) -> Iterator[pytest.Excep
     """Expect an error whose message names all of these; the wording around them is free to change."""
     with pytest.raises(error) as caught:
         yield caught
-    missing = [str(what) for what in named if not _names(str(caught.value), str(what))]
+    missing = [str(what) for what in named if not names(str(caught.value), str(what))]
     assert not missing, f"{missing} not in: {caught.value}"
 
 
-def _names(message: str, what: str) -> bool:
-    """Whether a message names it: a number or a word as a whole, not as a part of another."""
+def names(message: str, what: str) -> bool:
+    """Return whether a message names it: a number or a word as a whole, not as a part of another."""
     return re.search(rf"(?<!\w){re.escape(what)}(?!\w)", message) is not None
 
 

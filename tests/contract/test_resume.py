@@ -99,13 +99,17 @@ class Kill:
     when: Literal["before", "after"] = "after"
 
 
-AFTER_LINE_2 = Kill("apexrl.loggers.jsonl:append_json_line", 2)
-AFTER_SAVE = Kill("apexrl.agent.checkpoint:save", 1)
-BEFORE_SAVE = Kill("apexrl.agent.checkpoint:save", 1, "before")
+LINE, EVALUATION_RECORD = "apexrl.loggers.jsonl:append_json_line", "apexrl.agent.trainer:append_json_line"
+SAVE, EVALUATION_ROLLOUT = "apexrl.agent.checkpoint:save", "apexrl.evaluation:rollout"
+UPDATE = "apexrl:PPO.update"
+
+AFTER_LINE_2 = Kill(LINE, 2)
+AFTER_SAVE = Kill(SAVE, 1)
+BEFORE_SAVE = Kill(SAVE, 1, "before")
 IN_SAVE = Kill("torch:save", 1)
-IN_EVALUATION = Kill("apexrl.evaluation:rollout", 1)
-AFTER_EVALUATION_RECORD = Kill("apexrl.agent.trainer:append_json_line", 1)
-IN_ITERATION = Kill("apexrl.algorithms.ppo:PPO.update", 2, "before")
+IN_EVALUATION = Kill(EVALUATION_ROLLOUT, 1)
+AFTER_EVALUATION_RECORD = Kill(EVALUATION_RECORD, 1)
+IN_ITERATION = Kill(UPDATE, 2, "before")
 
 
 def options(values: dict[str, str]) -> list[str]:
@@ -236,7 +240,7 @@ def test_lift_survives_kills_at_every_kind_of_moment(lift: Path, tmp_path: Path)
             IN_SAVE,  # the temporary file is there, not yet renamed
             AFTER_SAVE,  # iteration 6: what comes next was evaluated in another process
             AFTER_SAVE,  # iteration 9: training is over, the last evaluation is not
-            Kill("apexrl.evaluation:rollout", 1, "before"),
+            Kill(EVALUATION_ROLLOUT, 1, "before"),
         ],
     )
     assert_same_run(run_dir, lift)
@@ -244,7 +248,7 @@ def test_lift_survives_kills_at_every_kind_of_moment(lift: Path, tmp_path: Path)
 
 def test_tensorboard_shows_every_step_of_a_resumed_run_once(lift: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
-    killed_and_resumed("lift_ppo", LIFT, run_dir, [Kill("apexrl.loggers.jsonl:append_json_line", 5)])
+    killed_and_resumed("lift_ppo", LIFT, run_dir, [Kill(LINE, 5)])
     events = EventAccumulator(str(run_dir))
     events.Reload()
     shown = [event.step for event in events.Scalars("train/policy_loss")]
@@ -253,7 +257,7 @@ def test_tensorboard_shows_every_step_of_a_resumed_run_once(lift: Path, tmp_path
 
 def test_every_start_of_a_run_is_recorded(tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
-    killed_and_resumed("lift_ppo", LIFT, run_dir, [AFTER_LINE_2, Kill("apexrl.loggers.jsonl:append_json_line", 5)])
+    killed_and_resumed("lift_ppo", LIFT, run_dir, [AFTER_LINE_2, Kill(LINE, 5)])
     starts = read_json_lines(run_dir / "starts.jsonl")
     assert [start["iteration"] for start in starts] == [0, 0, 3]
     assert all(start["versions"]["torch"] == torch.__version__ for start in starts)
@@ -263,7 +267,7 @@ def test_every_start_of_a_run_is_recorded(tmp_path: Path) -> None:
 def test_cartpole_v1_replays_its_episodes(tmp_path: Path) -> None:
     values = {**CARTPOLE, "logging.log_interval": "2"}
     assert train("cartpole_ppo", values, tmp_path / "whole") == 0
-    kills = [Kill("apexrl.algorithms.ppo:PPO.update", 2), AFTER_SAVE, IN_EVALUATION, IN_ITERATION]
+    kills = [Kill(UPDATE, 2), AFTER_SAVE, IN_EVALUATION, IN_ITERATION]
     killed_and_resumed("cartpole_ppo", values, tmp_path / "killed", kills)
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
     assert [line["iteration"] for line in numbers(tmp_path / "whole")] == [1, 2, 4, 6, 8]
@@ -303,14 +307,14 @@ def test_environments_in_worker_processes_come_back(tmp_path: Path) -> None:
     values = {**CARTPOLE, "training.eval_interval": "0", "training.final_eval_episodes": "0"}
     assert train("cartpole_ppo", values, tmp_path / "whole") == 0
     values["task.num_workers"] = "2"
-    killed_and_resumed("cartpole_ppo", values, tmp_path / "killed", [Kill("apexrl.algorithms.ppo:PPO.update", 5)])
+    killed_and_resumed("cartpole_ppo", values, tmp_path / "killed", [Kill(UPDATE, 5)])
     # Workers change where the environments run, not what they do.
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_sac_comes_back_with_its_replay_buffer(tmp_path: Path) -> None:
     assert train("pendulum_sac", SAC, tmp_path / "whole") == 0
-    kills = [Kill("apexrl.algorithms.sac:SAC.update", 4), IN_EVALUATION, AFTER_SAVE, BEFORE_SAVE]
+    kills = [Kill("apexrl:SAC.update", 4), IN_EVALUATION, AFTER_SAVE, BEFORE_SAVE]
     killed_and_resumed("pendulum_sac", SAC, tmp_path / "killed", kills)
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
     lines = numbers(tmp_path / "whole")
@@ -331,7 +335,7 @@ def test_sac_without_its_replay_buffer_goes_on_and_says_what_is_missing(tmp_path
 def test_ppo_roa_comes_back_in_its_phase(tmp_path: Path) -> None:
     assert train("payload_roa", ROA, tmp_path / "whole") == 0
     # Killed in train before and after its checkpoint, between that and the boundary, right behind it, and in finetune.
-    update = "apexrl.algorithms.ppo_roa:PPOROA.update"
+    update = "apexrl:PPOROA.update"
     kills = [AFTER_LINE_2, AFTER_SAVE, Kill(update, 2), Kill(update, 3), AFTER_SAVE, Kill(update, 2, "before")]
     killed_and_resumed("payload_roa", ROA, tmp_path / "killed", kills)
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
@@ -395,7 +399,7 @@ def test_a_signal_saves_and_says_how_to_resume(
 
 def test_a_line_that_was_cut_off_is_written_again(lift: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
-    assert train("lift_ppo", LIFT, run_dir, Kill("apexrl.loggers.jsonl:append_json_line", 4)) == -signal.SIGKILL
+    assert train("lift_ppo", LIFT, run_dir, Kill(LINE, 4)) == -signal.SIGKILL
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         path = run_dir / name
         path.write_bytes(path.read_bytes()[:-20])
@@ -435,7 +439,7 @@ def test_the_command_that_started_a_run_resumes_it_too(lift: Path, tmp_path: Pat
 @pytest.mark.parametrize("why", ["truncated", "shape"])
 def test_a_resume_that_fails_changes_nothing(why: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
-    assert train("lift_ppo", LIFT, run_dir, Kill("apexrl.loggers.jsonl:append_json_line", 5)) == -signal.SIGKILL
+    assert train("lift_ppo", LIFT, run_dir, Kill(LINE, 5)) == -signal.SIGKILL
     newest = checkpoint.latest(run_dir / "checkpoints")
     if why == "truncated":
         newest.write_bytes(newest.read_bytes()[:1000])
