@@ -45,6 +45,13 @@ def counted(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[int]
     return calls
 
 
+def calls_of(module: nn.Module) -> list[int]:
+    """Note how many samples each later call of a module gets."""
+    calls: list[int] = []
+    module.register_forward_hook(lambda _, arguments, __: calls.append(len(arguments[0])))
+    return calls
+
+
 class Uses:
     """Which modules run, and whether in train mode, while a function does."""
 
@@ -283,13 +290,14 @@ def test_the_table_of_modules(phase: Any) -> None:
     assert not policy.training
 
 
-def test_train_op_runs_the_documented_epochs_and_minibatches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_op_runs_the_documented_epochs_and_minibatches() -> None:
     env = make_env("payload", N)
     policy = make_networks(env)
     algorithm = PPOROA(policy, PPOROAConfig())
-    steps = counted(algorithm._run_step, "function", monkeypatch)
-    adapt_steps = counted(algorithm._run_adapt_step, "function", monkeypatch)
-    algorithm.train_op(Trainer(env, policy, algorithm).collector.collect(T))
+    batch = Trainer(env, policy, algorithm).collector.collect(T)
+    # Every minibatch of PPO asks the critic once, every one of the adaptation its module.
+    steps, adapt_steps = calls_of(policy.critic), calls_of(policy.adapt_module)
+    algorithm.train_op(batch)
     assert (len(steps), len(adapt_steps)) == (5 * 4, 2 * 4)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -170,9 +169,13 @@ def test_a_seed_follows_the_configuration_that_all_of_them_have_now(finished: Pa
 def test_a_run_with_nothing_left_to_train_still_says_what_was_logged(finished: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "seed-0"
     shutil.copytree(finished / "seed-0", run_dir)
-    ours, _theirs = multiprocessing.Pipe()
-    found = jobs._train(jobs.Job(seeds.read(finished).config, run_dir, ()), jobs._PipeLogger(ours))
-    assert found["logged"]["train/value_loss"] == read_json_lines(run_dir / "metrics.jsonl")[-1]["train/value_loss"]
+    waiting, reports = [jobs.Job(seeds.read(finished).config, run_dir)], list[jobs.Report]()
+    assert jobs.run_jobs(lambda: waiting.pop() if waiting else None, lambda report: not reports.append(report)) is None
+    assert reports[-1].kind == "done"
+    assert (
+        reports[-1].values["logged"]["train/value_loss"]
+        == read_json_lines(run_dir / "metrics.jsonl")[-1]["train/value_loss"]
+    )
 
 
 def test_sigterm_leaves_a_slow_iteration(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ KILLED = {
 IMITATED = {"task.num_demos": "1", "algo.imitation_updates": "12", "algo.imitation_batch_size": "8"}
 """On top of RLOO: it begins with a short imitation of demonstrations that it records."""
 UPDATE, IMITATION_UPDATE, STATS = "apexrl:RLOO.update", "apexrl:BC.update", "apexrl:RolloutStats.write"
+RECORDED = "apexrl.demos:Recorded"
+"""What is made once the file of a task is written."""
 
 
 @pytest.fixture(scope="module")
@@ -595,7 +597,7 @@ def test_a_run_that_is_killed_while_it_records_imitates_and_begins_is_the_same(t
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert begin(whole) == 0
-    assert begin(killed, Kill("apexrl.demos:_write", 1)) == -signal.SIGKILL
+    assert begin(killed, Kill(RECORDED, 1)) == -signal.SIGKILL
     (first,) = (killed / "demos").glob("*.hdf5")  # of two tasks
     recorded = first.stat().st_mtime_ns
     assert resume(killed, Kill(IMITATION_UPDATE, 7, "before")) == -signal.SIGKILL

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.point_suite import PointSuite
 
+from apexrl import suite_run
 from apexrl.config import load_config
 from apexrl.run import start
 
@@ -40,7 +41,7 @@ SETTINGS = {
 
 def test_one_demonstration_and_success_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = PointSuite(num_tasks=1, num_states=20, horizon=20, radius=0.2)
-    monkeypatch.setattr("apexrl.suite_run.make_suite", lambda *_, **__: suite)
+    monkeypatch.setattr(suite_run, "make_suite", lambda *_, **__: suite)
     trainer = start(load_config("stage11_ript_vla", SETTINGS.items()), tmp_path / "run")
     trainer.learn()
     result = trainer.evaluate(20)

@@ -131,7 +131,7 @@ def _call(command: list[str], source: Path) -> None:
 def outcome(run_dir: Path) -> tuple[dict[str, str], float]:
     """Return a digest for the path of everything that must stay as it was, and the mean reward of the rollouts."""
     newest = max((run_dir / "checkpoints").glob("iteration_*.pt"))
-    found = {path: _digest(value) for path, value in _leaves(torch.load(newest, weights_only=True), "checkpoint")}
+    found = {path: digest(value) for path, value in _leaves(torch.load(newest, weights_only=True), "checkpoint")}
     rewards = []
     for number, line in enumerate((run_dir / "metrics.jsonl").read_text().splitlines()):
         metrics = json.loads(line)
@@ -149,11 +149,12 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Return what differs when a bit of a tensor, or a digit of a number, does."""
     if isinstance(value, torch.Tensor):
         return hashlib.sha256(value.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
     if isinstance(value, list | tuple) and any(isinstance(inner, torch.Tensor) for inner in value):
-        return " ".join(_digest(inner) for inner in value)
+        return " ".join(digest(inner) for inner in value)
     return repr(value)
 
 

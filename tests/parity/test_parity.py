@@ -9,8 +9,8 @@ def test_one_bit_of_a_tensor_and_the_last_digit_of_a_metric_count() -> None:
     x = torch.ones(3)
     y = x.clone()
     y.view(torch.int32)[1] ^= 1
-    assert run.differences({"a": run._digest(x)}, {"a": run._digest(x.clone())}) == []
-    assert run.differences({"a": run._digest(x), "b": "1.0"}, {"a": run._digest(y), "b": "1.0"}) == ["a"]
+    assert run.differences({"a": run.digest(x)}, {"a": run.digest(x.clone())}) == []
+    assert run.differences({"a": run.digest(x), "b": "1.0"}, {"a": run.digest(y), "b": "1.0"}) == ["a"]
     assert run.differences({"a": "1"}, {"b": "1"}) == ["a", "b"]
 
 
