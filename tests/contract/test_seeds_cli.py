@@ -170,7 +170,12 @@ def test_a_run_with_nothing_left_to_train_still_says_what_was_logged(finished: P
     run_dir = tmp_path / "seed-0"
     shutil.copytree(finished / "seed-0", run_dir)
     waiting, reports = [jobs.Job(seeds.read(finished).config, run_dir)], list[jobs.Report]()
-    assert jobs.run_jobs(lambda: waiting.pop() if waiting else None, lambda report: not reports.append(report)) is None
+
+    def note(report: jobs.Report) -> bool:
+        reports.append(report)
+        return True
+
+    assert jobs.run_jobs(lambda: waiting.pop() if waiting else None, note) is None
     assert reports[-1].kind == "done"
     assert (
         reports[-1].values["logged"]["train/value_loss"]
