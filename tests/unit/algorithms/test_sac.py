@@ -22,7 +22,6 @@ from apexrl.config import load_config
 from apexrl.errors import ConfigError, DivergenceError
 from apexrl.functional import soft_target, temperature_gradient
 from apexrl.graphs import Acceleration
-from apexrl.migrations import migrated_checkpoint
 from apexrl.run import make_trainer
 
 SMALL = {"num_steps": 4, "batch_size": 8, "learning_starts": 1, "replay_capacity": 1000, "learning_rate": 1e-3}
@@ -670,15 +669,6 @@ def test_the_importance_exponent_rises_to_1_over_training() -> None:
     other, _ = setup(priority_exponent=1.0, importance_exponent=0.4, save_replay=True)
     other.load_state_dict(copy.deepcopy(algorithm.state_dict()))
     assert float(other.replay.importance_exponent) == pytest.approx(0.55)
-
-
-def test_a_run_of_an_older_format_keeps_its_importance_exponent() -> None:
-    algorithm, _ = setup(priority_exponent=1.0, importance_exponent=0.4)
-    state = algorithm.state_dict()
-    del state["importance_exponent"], state["final_importance"]
-    algorithm.load_state_dict(migrated_checkpoint({"format": 5, "algorithm": state}, "here")["algorithm"])
-    algorithm.adjust_learning_rate(0.5)
-    assert float(algorithm.replay.importance_exponent) == pytest.approx(0.4)
 
 
 def test_without_its_replay_buffer_it_says_so_and_waits() -> None:
