@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedRandom
+from io import BufferedWriter
 from pathlib import Path
 from typing import IO
 
@@ -31,7 +31,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BufferedRandom]:
+def replacing(path: Path) -> Iterator[BufferedWriter]:
     """Write a file under another name, force it to the disk, and rename: a kill leaves the old file or the new one.
 
     Raises:
@@ -41,7 +41,7 @@ def replacing(path: Path) -> Iterator[BufferedRandom]:
     with writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("w+b") as file:
+            with temporary.open("wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

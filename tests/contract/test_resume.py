@@ -116,7 +116,7 @@ def options(values: dict[str, str]) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name}", value)]
 
 
-def _arm(kill: Kill) -> None:
+def arm(kill: Kill) -> None:
     module_name, _, path = kill.function.partition(":")
     *owners, name = path.split(".")
     owner: Any = importlib.import_module(module_name)
@@ -145,7 +145,7 @@ def _run_command(arguments: list[str], kill: Kill | None, output: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     if kill is not None:
-        _arm(kill)
+        arm(kill)
     sys.exit(main(arguments))
 
 

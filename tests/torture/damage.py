@@ -10,14 +10,15 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import torch
-from tests.contract.test_resume import Kill, _arm
-from tests.torture.harness import Line, Report, TinyRun, command, output_of
+from tests.contract.test_resume import Kill, arm
+from tests.torture.harness import Line, Report, TinyRun, command, first_difference, output_of
 
 from apexrl.agent import checkpoint
 
@@ -30,7 +31,7 @@ def interrupted(work: Path, run: TinyRun, after: int) -> Path:
     run_dir = work / f"{run.name}-interrupted"
     if not run_dir.exists():
         kill = Kill(f"apexrl.algorithms.{ALGORITHM_UPDATES[run.name]}.update", after)
-        run.start(run_dir, (_arm, (kill,)))
+        run.start(run_dir, (arm, (kill,)))
         assert len(checkpoint.numbered(run_dir / "checkpoints")) == 3
     return run_dir
 
@@ -59,7 +60,10 @@ DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
 
 
 def damaged_checkpoints(report: Report, work: Path, run: TinyRun, count: int, draw: random.Random) -> None:
-    """Damage the newest checkpoint, or the two newest, and resume: the one before is used, with a message."""
+    """Damage the newest checkpoint, or the two newest, and resume: the one before is used, with a message.
+
+    One that is read in spite of its damage, because that lies in padding, must have the same content.
+    """
     source = interrupted(work, run, 11)
     for name, damage in DAMAGES.items():
         line = report.line(f"a {name} checkpoint, {run.name}")
@@ -72,25 +76,32 @@ def damaged_checkpoints(report: Report, work: Path, run: TinyRun, count: int, dr
                 while (changed := damage(content, draw)) == content:
                     pass
                 path.write_bytes(changed)
+            rejected = list(takewhile(is_rejected, reversed(damaged)))
             problem = run.finish(run_dir)
             said = " ".join(output_of(run_dir).read_text().split())
-            missing = [path.name for path in damaged if f"{path.name} is not a readable checkpoint" not in said]
+            missing = [path.name for path in rejected if f"{path.name} is not a readable checkpoint" not in said]
             line.add(problem or (f"{run_dir.name}: nothing was said about {missing}" if missing else ""))
             shutil.rmtree(run_dir)
 
 
 def damaged_reads(report: Report, work: Path, run: TinyRun, count: int, draw: random.Random) -> None:
-    """Read a checkpoint with one changed bit, wherever it is."""
+    """Read a checkpoint with one changed bit, wherever it is: it is rejected, or has the same content."""
     line = report.line(f"a checkpoint with one changed bit is read, {run.name}")
-    content = checkpoint.latest(interrupted(work, run, 11) / "checkpoints").read_bytes()
-    path = work / "changed.pt"
+    intact = checkpoint.latest(interrupted(work, run, 11) / "checkpoints")
+    before, path = checkpoint.load(intact), work / "changed.pt"
     for _ in range(count):
-        path.write_bytes(_flip(content, draw))
-        try:
-            checkpoint.load(path)
-            line.add("a changed bit was not noticed")
-        except checkpoint.DamagedCheckpointError:
-            line.add()
+        path.write_bytes(_flip(intact.read_bytes(), draw))
+        place = "" if is_rejected(path) else first_difference(checkpoint.load(path), before, "checkpoint")
+        line.add(f"a changed bit was read as another {place}" if place else "")
+
+
+def is_rejected(path: Path) -> bool:
+    """Whether a checkpoint is refused as damaged."""
+    try:
+        checkpoint.load(path)
+    except checkpoint.DamagedCheckpointError:
+        return True
+    return False
 
 
 def nothing_left(report: Report, work: Path, run: TinyRun, draw: random.Random) -> None:
@@ -135,13 +146,6 @@ def _archived(part: str, content: dict[str, Any], payload: Payload) -> bytes:
     return buffer.getvalue()
 
 
-def _sealed(content: dict[str, Any], payload: Payload) -> bytes:
-    """Return a checkpoint with a digest that is right."""
-    file = Path(f"{payload.marker}.pt")
-    checkpoint.save(file, {**content, "config": {"task": payload}})
-    return file.read_bytes()
-
-
 def _scripted(content: dict[str, Any], payload: Payload) -> bytes:
     buffer = io.BytesIO()
     torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), buffer)
@@ -155,10 +159,10 @@ def malicious_checkpoints(report: Report, work: Path, run: TinyRun, ways: int) -
     content = checkpoint.load(checkpoint.latest(source / "checkpoints"))
     payload = Payload(marker)
     makers: dict[str, Callable[[dict[str, Any], Payload], bytes]] = {
-        "a digest": _sealed,
+        "policy": partial(_archived, "policy"),
         "a pickle": _pickled,
         "a script": _scripted,
-        **{part: partial(_archived, part) for part in ("policy", "algorithm", "rng", "config")},
+        **{part: partial(_archived, part) for part in ("algorithm", "rng", "config")},
     }
     for name, make in list(makers.items())[:ways]:
         run_dir = work / f"malicious-{name.split()[-1]}"

@@ -199,7 +199,7 @@ def difference(run_dir: Path, whole: Path) -> str:
         if ours != theirs:
             return f"{run_dir.name}: {name} differs from that of the whole run"
     ours, theirs = (checkpoint.load(checkpoint.latest(run / "checkpoints")) for run in (run_dir, whole))
-    place = _first_difference(ours, theirs, "checkpoint")
+    place = first_difference(ours, theirs, "checkpoint")
     return f"{run_dir.name}: {place} differs from that of the whole run" if place else ""
 
 
@@ -219,7 +219,8 @@ def _numbers(path: Path) -> Any:
     return [{k: v for k, v in line.items() if not k.startswith(CLOCK)} for line in read_json_lines(path)]
 
 
-def _first_difference(ours: Any, theirs: Any, where: str) -> str:
+def first_difference(ours: Any, theirs: Any, where: str) -> str:
+    """Return where two contents of checkpoints differ; an empty text for nowhere."""
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         same = ours.dtype == theirs.dtype and ours.shape == theirs.shape
         return "" if same and torch.equal(ours.nan_to_num(), theirs.nan_to_num()) else where
@@ -235,7 +236,7 @@ def _first_difference(ours: Any, theirs: Any, where: str) -> str:
         pairs = [(f"{where}[{i}]", *pair) for i, pair in enumerate(zip(ours, theirs, strict=True))]
     else:
         return "" if ours == theirs else where
-    return next((found for place, a, b in pairs if (found := _first_difference(a, b, place))), "")
+    return next((found for place, a, b in pairs if (found := first_difference(a, b, place))), "")
 
 
 def use_points() -> None:

@@ -65,7 +65,7 @@ def _damage(report: Report, work: Path, runs: dict[str, TinyRun], draw: random.R
 
 
 def _code(report: Report, work: Path, runs: dict[str, TinyRun], draw: random.Random) -> None:
-    damage.malicious_checkpoints(report, work, runs["ppo"], 7)
+    damage.malicious_checkpoints(report, work, runs["ppo"], 6)
     damage.malicious_configurations(report, work, runs["ppo"], 8)
     damage.malicious_data(report, work)
 

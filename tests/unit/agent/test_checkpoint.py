@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.refusals import refused
 from torch import nn
 
 from apexrl.agent import checkpoint
@@ -44,7 +45,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(torch, "save", half_a_save)
-    with pytest.raises(RunDirError, match=r"a\.pt cannot be written: No space left on device\."):
+    with refused(RunDirError, path, "No space left on device"):
         checkpoint.save(path, content(iteration=4))
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -69,14 +70,14 @@ def test_the_file_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeyp
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=rf"no checkpoint at {tmp_path}/a\.pt"):
+    with refused(CheckpointError, tmp_path / "a.pt"):
         checkpoint.load(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize("stored", [{"iteration": 1}, [1, 2], {"format": "new"}])
 def test_other_files_of_pytorch_are_refused(stored: Any, tmp_path: Path) -> None:
     torch.save(stored, tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match="not written by apexrl"):
+    with refused(CheckpointError, tmp_path / "a.pt", "not written by apexrl"):
         checkpoint.load(tmp_path / "a.pt")
 
 
@@ -84,7 +85,7 @@ def test_a_checkpoint_that_lacks_something_says_what(tmp_path: Path) -> None:
     values = content()
     del values["rng"], values["env"]
     checkpoint.save(tmp_path / "a.pt", values)
-    with pytest.raises(CheckpointError, match="it lacks env, rng"):
+    with refused(CheckpointError, tmp_path / "a.pt", "env", "rng"):
         checkpoint.load(tmp_path / "a.pt")
 
 
@@ -95,26 +96,38 @@ def test_a_checkpoint_that_lacks_something_says_what(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_part_of_another_kind_is_named_with_the_file(part: str, value: Any, tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "a.pt", content(**{part: value}))
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}/a\.pt is damaged: its '{part}' must be a .*, got "):
+    with refused(CheckpointError, tmp_path / "a.pt", part, repr(value)):
         checkpoint.load(tmp_path / "a.pt")
 
 
-def test_a_changed_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
+def test_a_changed_bit_is_found_or_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
-    checkpoint.save(path, content(policy={"w": torch.randn(20)}))
-    checkpoint.load(path)
-    whole = path.read_bytes()
-    for place in random.Random(0).sample(range(8 * len(whole)), 300):
-        changed = bytearray(whole)
+    checkpoint.save(path, content(policy={"w": torch.randn(400)}))
+    intact, before = path.read_bytes(), checkpoint.load(path)
+    weights = before["policy"].pop("w")
+    start = intact.index(weights.numpy().tobytes())
+    anywhere = random.Random(0).sample(range(8 * len(intact)), 200)
+    in_weights = random.Random(1).sample(range(8 * start, 8 * (start + weights.nbytes)), 50)
+    for place in anywhere + in_weights:
+        changed = bytearray(intact)
         changed[place // 8] ^= 1 << place % 8
         path.write_bytes(changed)
-        with pytest.raises(checkpoint.DamagedCheckpointError, match="damaged"):
-            checkpoint.load(path)
+        try:
+            loaded = checkpoint.load(path)
+        except checkpoint.DamagedCheckpointError:
+            continue
+        assert place not in in_weights
+        assert torch.equal(loaded["policy"].pop("w"), weights)
+        assert loaded == before
 
 
-def test_a_checkpoint_of_an_earlier_version_has_no_digest_and_loads(tmp_path: Path) -> None:
-    torch.save({"format": CHECKPOINT_FORMAT, **content()}, tmp_path / "a.pt")
-    assert checkpoint.load(tmp_path / "a.pt")["iteration"] == 3
+@pytest.mark.parametrize("size", [0, 1, 21, 22, 500, -300, -22, -1])
+def test_a_truncated_file_is_found(size: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    checkpoint.save(path, content(policy={"w": torch.randn(400)}))
+    path.write_bytes(path.read_bytes()[:size])
+    with refused(checkpoint.DamagedCheckpointError, path):
+        checkpoint.load(path)
 
 
 def test_the_newest_that_can_be_read_is_used_and_the_others_are_named(tmp_path: Path) -> None:
@@ -127,26 +140,25 @@ def test_the_newest_that_can_be_read_is_used_and_the_others_are_named(tmp_path: 
     assert all(checkpoint.checkpoint_name(number) in text for number, text in zip((4, 3), problems, strict=True))
     for number in (1, 2):
         (tmp_path / checkpoint.checkpoint_name(number)).write_bytes(b"PK")
-    with pytest.raises(CheckpointError, match=r"(?s)None of the .* in .*iteration_000001\.pt.*No other checkpoint"):
+    with refused(CheckpointError, tmp_path, *(checkpoint.checkpoint_name(number) for number in range(1, 5))):
         checkpoint.load_newest(tmp_path, checkpoint.load)
 
 
 def test_the_only_checkpoint_is_said_to_be_the_only_one(tmp_path: Path) -> None:
-    directory, new = tmp_path / "run" / "checkpoints", "in another directory: apexrl train "
+    directory = tmp_path / "run" / "checkpoints"
     directory.mkdir(parents=True)
     only, other, own = (directory / name for name in ("iteration_000002.pt", "iteration_000001.pt", "mine.pt"))
     for path in (only, own):
         path.write_bytes(b"PK")
-    alone = rf"{only} is not a readable .*apexrl\. No other checkpoint is left in {directory}, .* {new}"
-    with pytest.raises(CheckpointError, match=alone + "PRESET --run-dir NEW_DIR"):
+    with refused(CheckpointError, only, directory, "apexrl train PRESET --run-dir NEW_DIR"):
         checkpoint.load_newest(directory, checkpoint.load)
     (tmp_path / "run" / "config.yaml").touch()
-    with pytest.raises(CheckpointError, match=alone + rf"{tmp_path}/run/config\.yaml --run-dir NEW_DIR"):
+    with refused(CheckpointError, only, directory, f"apexrl train {tmp_path}/run/config.yaml --run-dir NEW_DIR"):
         checkpoint.load(only)
-    with pytest.raises(CheckpointError, match=rf"{own} is not .* Use another one, such as {only}\.$"):
+    with refused(CheckpointError, own, only):
         checkpoint.load(own)
     other.write_bytes(b"PK")
-    with pytest.raises(CheckpointError, match=rf"Use another one, such as {other}\.$"):
+    with refused(CheckpointError, only, other):
         checkpoint.load(only)
 
 
@@ -168,7 +180,7 @@ def test_numbered_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_checkpoints_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"no checkpoint in {tmp_path}/none"):
+    with refused(CheckpointError, tmp_path / "none"):
         checkpoint.latest(tmp_path / "none")
 
 
@@ -178,21 +190,14 @@ def test_weights_that_do_not_fit_are_named_and_change_nothing() -> None:
     state: dict[str, Any] = {name: torch.ones_like(value) for name, value in before.items()}
     state["0.weight"] = torch.ones(4, 2)
     state["2.bias"] = state.pop("1.bias")
-    with pytest.raises(CheckpointError) as caught:
+    with refused(CheckpointError, "a.pt", "1.bias", "2.bias", "0.weight", "[4, 2]", "[3, 2]"):
         checkpoint.load_module(module, state, Path("a.pt"))
-    for part in (
-        "a.pt",
-        "'1.bias' is missing",
-        "'2.bias' is unknown",
-        "'0.weight' is [4, 2] in the checkpoint and [3, 2]",
-    ):
-        assert part in str(caught.value)
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name])
 
 
 def test_weights_that_are_no_tensors_are_named() -> None:
-    with pytest.raises(CheckpointError, match="'weight' is"):
+    with refused(CheckpointError, "a.pt", "weight"):
         checkpoint.load_module(nn.Linear(2, 3), {"weight": "evil", "bias": torch.zeros(3)}, Path("a.pt"))
 
 
