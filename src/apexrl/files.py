@@ -64,22 +64,6 @@ def replace_text(path: Path, text: str) -> Path:
     return path
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Change a file that other processes change too, one after the other; an empty file beside it stays.
-
-    Raises:
-        RunDirError: when its directory cannot be written.
-    """
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.with_name(f".{path.name}.lock").open("a", encoding="utf-8")
-    with file:
-        with suppress(OSError):  # a network's file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def remove_parts(directory: Path) -> None:
     """Delete what processes that were killed while they wrote have left in a directory."""
     for path in directory.glob(f".*{PART}"):

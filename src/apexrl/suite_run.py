@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -191,18 +190,11 @@ def make_suite_collector(
     )
     if generator.stats is not None:
         stats = generator.stats
-        if cfg.rollout_stats_path and distributed.is_first():
-            stats.run = run_name(run_dir)
         # The first process makes the directory, and clears it when it fails: the others write there only afterwards.
         distributed.on_first(lambda: begin_statistics(stats, run_dir, first_path))
         if not distributed.is_first():
             begin_statistics(stats, run_dir, first_path)
     return generator
-
-
-def run_name(run_dir: Path) -> str:
-    """Return a short name that tells a run from others that write into the same statistics."""
-    return hashlib.sha256(str(run_dir.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:8]
 
 
 def process_dir(run_dir: Path, number: int) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -163,8 +162,8 @@ class RolloutStats:
     """What came of the rollouts from each init state, kept in a JSON file over runs.
 
     The file maps the hash of a state to its ``task``, its ``outcomes`` (1 success, 0 failure, oldest first) and its
-    ``skips``: how often it was left out since it is mastered. Where runs share the file, ``runs`` names the run that
-    each outcome is from, and ``write`` changes those of its own run alone.
+    ``skips``: how often it was left out since it is mastered. If several runs write the file at the same time, the
+    last writer wins.
 
     Args:
         path: of the file, which is read where it exists; None remembers for this run alone.
@@ -179,10 +178,6 @@ class RolloutStats:
             raise ConfigError(f"algo.rollout_skip_threshold must be at least 0, got {skip_threshold}.")
         self.path = None if path is None else Path(path)
         self.window, self.skip_threshold = window, skip_threshold
-        self.run = ""
-        """Name of the run in a file that it shares with others; empty where it alone writes the file."""
-        self._forgotten: set[str] = set()
-        """Since the last ``write``."""
         self._states = {} if self.path is None or not self.path.exists() else read_statistics(self.path)
 
     def __len__(self) -> int:
@@ -198,13 +193,8 @@ class RolloutStats:
 
     def record(self, state_hash: str, outcomes: Iterable[bool], task: str = "") -> None:
         """Append outcomes of rollouts from a state; ``write`` brings them to the file."""
-        new = [(int(outcome), self.run) for outcome in outcomes]
-        self._states[state_hash] = self._entry(task, [*_by_run(self._states.get(state_hash)), *new], 0)
-
-    def _entry(self, task: str, outcomes: Sequence[tuple[int, str]], skips: int) -> dict[str, Any]:
-        last = outcomes[-self.window :]
-        entry = {"task": task, "outcomes": [outcome for outcome, _ in last], "skips": skips}
-        return {**entry, "runs": [run for _, run in last]} if any(run for _, run in last) else entry
+        known = [*self.outcomes(state_hash), *map(int, outcomes)]
+        self._states[state_hash] = {"task": task, "outcomes": known[-self.window :], "skips": 0}
 
     def is_mastered(self, state_hash: str, n: int) -> bool:
         """Whether the last ``n`` outcomes of a state are all successes."""
@@ -221,51 +211,27 @@ class RolloutStats:
     def forget(self, state_hash: str) -> None:
         """Forget a state, so that it is tested again."""
         self._states.pop(state_hash, None)
-        self._forgotten.add(state_hash)
 
     def write(self) -> None:
         """Replace the file at once: a kill at any moment leaves the old one or the new one, whole.
 
-        What other runs have written into a file that is shared stays there, and is known here afterwards.
-
         Raises:
             RunDirError: when the file cannot be written.
-            ConfigError: when something else has been written to a file that is shared.
         """
         if self.path is None:
             return
         try:
-            with files.locked(self.path) if self.run else nullcontext():
-                if self.run and self.path.exists():
-                    self._take_over(read_statistics(self.path))
-                files.replace_text(self.path, json.dumps(self._states))
+            files.replace_text(self.path, json.dumps(self._states))
         except RunDirError as error:
             raise RunDirError(f"algo.rollout_stats_path {error}") from error
-        self._forgotten.clear()
-
-    def _take_over(self, written: Mapping[str, dict[str, Any]]) -> None:
-        """Replace the outcomes of other runs by those that are written; what this run had written counts for nothing.
-
-        A state that is not written, or that was forgotten here, is what is known here.
-        """
-        for name, theirs in written.items():
-            if name in self._forgotten:
-                continue
-            ours = self._states.get(name)
-            others = [pair for pair in _by_run(theirs) if pair[1] != self.run]
-            own = [pair for pair in _by_run(ours) if pair[1] == self.run]
-            if others or own:
-                known = ours or theirs
-                self._states[name] = self._entry(known["task"], [*others, *own], known["skips"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
         return {name: {**entry, "outcomes": list(entry["outcomes"])} for name, entry in self._states.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to ``state_dict``, whatever the file says of this run; the next ``write`` replaces that."""
+        """Go back to ``state_dict``, whatever the file says; the next ``write`` replaces it."""
         self._states = {name: _checked(entry) for name, entry in state.items()}
-        self._forgotten.clear()
 
 
 def read_statistics(path: Path) -> dict[str, dict[str, Any]]:
@@ -283,20 +249,8 @@ def read_statistics(path: Path) -> dict[str, dict[str, Any]]:
         ) from error
 
 
-def _by_run(entry: Mapping[str, Any] | None) -> list[tuple[int, str]]:
-    """Return the outcomes of a state, each with the name of its run."""
-    if entry is None:
-        return []
-    return list(zip(entry["outcomes"], entry.get("runs") or [""] * len(entry["outcomes"]), strict=True))
-
-
 def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
     outcomes = [int(outcome) for outcome in entry["outcomes"]]
     if not set(outcomes) <= {0, 1}:
         raise ValueError(f"an outcome is 0 or 1, got {outcomes}")
-    checked: dict[str, Any] = {"task": str(entry["task"]), "outcomes": outcomes, "skips": int(entry["skips"])}
-    if "runs" in entry:
-        checked["runs"] = [str(run) for run in entry["runs"]]
-        if len(checked["runs"]) != len(outcomes):
-            raise ValueError(f"each of {len(outcomes)} outcomes has a run, got {len(checked['runs'])} runs")
-    return checked
+    return {"task": str(entry["task"]), "outcomes": outcomes, "skips": int(entry["skips"])}
