@@ -16,8 +16,6 @@ from apexrl.errors import ApexRLError, ConfigError, did_you_mean
 
 _NO_MEMORY = re.compile(r"allocate memory|not enough memory|out of memory|Storage size", re.IGNORECASE)
 """How PyTorch says it; its exception is a plain RuntimeError on the CPU."""
-SECONDS_FOR_THE_FIRST = 10.0
-"""How long another process of a run waits for the first one to say the same."""
 DESCRIPTION = """\
 Train robot policies with reinforcement learning.
 
@@ -44,22 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _plain_warnings():
             return _run(list(sys.argv[1:] if arguments is None else arguments))
     except ApexRLError as error:
-        return _end(str(error), error)
+        return _end(str(error))
     except BrokenPipeError:
         # Whoever read our output has gone; nothing must be written when Python flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        return _end(f"{error.strerror or error}{where}", error)
+        return _end(f"{error.strerror or error}{where}")
     except (MemoryError, RuntimeError) as error:
         if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
             raise
         return _end(
             "There is not enough memory. Lower task.num_envs, algo.num_steps, policy.hidden_dims, "
             "policy.critic_hidden_dims, policy.memory_dim or algo.replay_capacity; on a suite of tasks "
-            "task.num_parallel_envs, task.max_cached_envs, algo.minibatch_size, algo.micro_batch_size or policy.size.",
-            error,
+            "task.num_parallel_envs, task.max_cached_envs, algo.minibatch_size, algo.micro_batch_size or policy.size."
         )
     except KeyboardInterrupt:
         print("apexrl: interrupted.", file=sys.stderr)
@@ -77,20 +74,10 @@ def _plain_warnings() -> Iterator[None]:
         warnings.formatwarning = before
 
 
-def _end(message: str, error: Exception) -> int:
-    """Say why the command ends; what all processes of a run find alike, the first one says alone."""
-    rank = os.environ.get("RANK", "0") if "TORCHELASTIC_RUN_ID" in os.environ else None
-    if rank in (None, "0"):
-        print(f"apexrl: {message}", file=sys.stderr)
-    if rank is not None:
-        from apexrl import distributed
-
-        if rank == "0":
-            distributed.leave_message(message)
-        elif isinstance(error, distributed.LostRankError):
-            print(f"apexrl: {message}", file=sys.stderr)  # now, because torchrun is about to end this process too
-        elif distributed.message_of_first(SECONDS_FOR_THE_FIRST) != message:
-            print(f"apexrl: Process {rank}: {message}", file=sys.stderr)
+def _end(message: str) -> int:
+    """Say why the command ends; under torchrun, every rank but 0 with its number."""
+    rank = os.environ.get("RANK", "0") if "TORCHELASTIC_RUN_ID" in os.environ else "0"
+    print(f"apexrl: {message}" if rank == "0" else f"apexrl: Rank {rank}: {message}", file=sys.stderr)
     return 2
 
 

@@ -98,35 +98,10 @@ def _naming_the_cause() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise LostRankError(
-            f"Process {os.environ.get('RANK', '?')} has lost the others: one of them has ended, or did not answer "
+            "The other processes are lost: one of them has ended, or did not answer "
             f"within {_timeout():g} s ({TIMEOUT_VARIABLE}). "
             "The first error that a process printed says why; after a kill it is torchrun's 'Root Cause'."
         ) from error
-
-
-def leave_message(message: str) -> None:
-    """Let the other processes know with which message the first one ends; before ``join`` as well."""
-    with suppress(RuntimeError):
-        _store_of_torchrun(1.0).set(_message_key(), message)
-
-
-def message_of_first(seconds: float) -> str | None:
-    """Return the message with which the first process ends; None when it does not end within so many seconds."""
-    with suppress(RuntimeError):
-        message: bytes = _store_of_torchrun(seconds).get(_message_key())
-        return message.decode()
-    return None
-
-
-def _store_of_torchrun(seconds: float) -> Any:
-    """Return what torchrun keeps for its processes, which outlives each of them."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    timeout = timedelta(seconds=seconds)
-    return dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-
-
-def _message_key() -> str:
-    return f"apexrl/message/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def world_size() -> int:

@@ -232,7 +232,7 @@ def sac_updates() -> dict[str, Tensor]:
         patch.setattr(algorithm.replay, "sample", sample)
         for _ in range(2):
             metrics = algorithm.update(collector.collect(NUM_STEPS))
-    assert algorithm._num_updates == int(0.1 * 2 * NUM_STEPS * NUM_ENVS)
+    assert algorithm.state_dict()["num_updates"] == int(0.1 * 2 * NUM_STEPS * NUM_ENVS)
     host = merged_to_host({f"metric.{name}": value for name, value in metrics.items()})
     return {
         **weights(algorithm),

@@ -45,8 +45,7 @@ def commands(directory: Path, rank: int) -> dict[str, list[str]]:
         "resumed": ["train", "--resume", str(directory / "half"), *options(rest)],
         "grown": ["train", "--resume", str(directory / "grown"), *options(rest)],
         "odd": ["train", "lift_ppo", "--run-dir", str(directory / "odd"), *options({**LIFT, "task.num_envs": "7"})],
-        "alike": ["plot", str(directory / "nowhere")],
-        "otherwise": ["plot", str(directory / f"nowhere-{rank}")],
+        "each": ["plot", str(directory / f"nowhere-{rank}")],
         "alone": ["plot", str(directory / "nowhere")] if rank else ["list"],
         "bc": ["train", "mt10_bc", "--run-dir", str(directory / "bc"), "--training.device", "cpu"],
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from tests.point_suite import PointSuite
+from tests.refusals import refused
 
 from apexrl import PPO, RLOO, ActorCritic, PPOConfig, RLOOConfig, Trainer, cli, distributed, make_env, run
 from apexrl.agent import TrainingConfig, checkpoint, signals
+from apexrl.agent.state import SLOW_ITERATION
 from apexrl.collectors import RolloutStats
 from apexrl.config import load_config
 from apexrl.envs.suite_env import SuiteVecEnv
@@ -72,7 +73,7 @@ def test_an_impossible_timeout_is_refused(text: str, monkeypatch: pytest.MonkeyP
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(distributed.TIMEOUT_VARIABLE, text)
-    with pytest.raises(ConfigError, match=f"APEXRL_RANK_TIMEOUT must be a positive number of seconds, got '{text}'"):
+    with refused(ConfigError, distributed.TIMEOUT_VARIABLE, text):
         distributed.join(torch.device("cpu"))
 
 
@@ -85,7 +86,7 @@ def test_a_lost_process_of_a_checkpoint_gets_no_random_state() -> None:
 
 @pytest.mark.parametrize("peers", [3, [{"rng": {}}]])
 def test_a_damaged_list_of_processes_is_named(peers: object) -> None:
-    with pytest.raises(CheckpointError, match=r"x\.pt is damaged: its 'peers'"):
+    with refused(CheckpointError, "x.pt", "peers"):
         checkpoint.of_rank({"algorithm": {}, "peers": peers}, 1, 2, Path("x.pt"))
 
 
@@ -99,33 +100,19 @@ def test_numbers_of_the_collecting_stay_as_they_are() -> None:
 # Refusals
 
 
-def test_a_process_that_has_lost_the_others_says_so_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("rank", "prefix"), [(None, ""), ("0", ""), ("3", "Rank 3: ")])
+def test_every_rank_but_the_first_says_its_number(
+    rank: str | None, prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lose(*_: object, **__: object) -> None:
-        raise distributed.LostRankError("Process 1 has lost the others.")
+        raise distributed.LostRankError("The others are lost.")
 
     monkeypatch.setattr(run, "start", lose)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(distributed, "message_of_first", lambda _: pytest.fail("torchrun would end it meanwhile"))
+    if rank is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+        monkeypatch.setenv("RANK", rank)
     assert cli.main(["train", "lift_ppo"]) == 2
-    assert capsys.readouterr().err == "apexrl: Process 1 has lost the others.\n"
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_torchrun_that_has_ended_keeps_no_message_back(
-    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with socket.socket() as unused:
-        unused.bind(("localhost", 0))
-        port = unused.getsockname()[1]
-    values = {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cli, "SECONDS_FOR_THE_FIRST", 0.2)
-    assert cli.main(["train", "no_such_preset"]) == 2
-    assert "no_such_preset" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"apexrl: {prefix}The others are lost.\n"
 
 
 # What is known of init states
@@ -213,24 +200,35 @@ def test_the_first_of_several_saves_what_a_long_iteration_began_with(
     env = make_env("lift", 2)
     policy = ActorCritic.for_env(env, actor_cfg={"hidden_dims": [4]})
     algorithm = PPO(policy=policy, cfg=PPOConfig(num_steps=4, num_minibatches=1))
-    trainer = Trainer(env, policy, algorithm, TrainingConfig(seed=0), save_dir=tmp_path)
-    trainer.learn(16)
-    trainer._saved_iteration, trainer._iteration_seconds[False] = None, 60.0
-    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    trainer = Trainer(env, policy, algorithm, TrainingConfig(seed=0, save_interval=0), save_dir=tmp_path)
+    path, before = tmp_path / checkpoint.checkpoint_name(1), {}
     monkeypatch.setattr(signals, "TORCHRUN_PATIENCE", signals.TIME_TO_SAVE + 0.01)
-    path = tmp_path / checkpoint.checkpoint_name(trainer.iteration)
-    path.unlink()
-    pretend(0, 2)
-    trainer._take_snapshot()
-    with signals.stop_on_signal(trainer._save_in_time) as stop:
-        with torch.no_grad():
-            next(policy.parameters()).add_(1.0)  # the iteration goes on
-        signal.raise_signal(signal.SIGTERM)
-        end = time.monotonic() + 30
-        while not path.exists() and time.monotonic() < end:
-            time.sleep(0.01)
-    assert stop.signal_number == signal.SIGTERM
-    assert "torchrun waits 30 s for that, unless started with --shutdown-timeout" in capfd.readouterr().err
+    monkeypatch.setattr(distributed, "gather", lambda value: [value])
+
+    def take_long(*_: object) -> None:
+        if trainer.iteration == 1:
+            time.sleep(SLOW_ITERATION + 0.1)
+            before.update({name: value.clone() for name, value in policy.state_dict().items()})
+            pretend(0, 2)
+
+    def terminate(*_: object) -> None:
+        if trainer.iteration == 1:
+            with torch.no_grad():
+                next(policy.parameters()).add_(1.0)  # the iteration continues
+            pretend(0, 2)
+            signal.raise_signal(signal.SIGTERM)
+            end = time.monotonic() + 30
+            while not path.exists() and time.monotonic() < end:
+                time.sleep(0.01)
+            pretend(0, 1)
+
+    trainer.add_callback("post_iteration", take_long)
+    trainer.add_callback("pre_iteration", lambda *_: pretend(0, 1))
+    trainer.add_callback("pre_update", terminate)
+    with pytest.raises(SystemExit) as left:
+        trainer.learn(80)
+    assert left.value.code == 128 + signal.SIGTERM
+    assert "--shutdown-timeout" in capfd.readouterr().err
     content = checkpoint.load(path)
     assert (content[checkpoint.PEERS], content["env"]) == ([None], None)
     assert all(torch.equal(content["policy"][name], value) for name, value in before.items())

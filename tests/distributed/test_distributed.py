@@ -6,6 +6,7 @@ One ``torchrun`` with two processes runs all cases and commands; two more are th
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,32 +118,30 @@ def test_the_first_process_alone_writes(directory: Path) -> None:
     assert len(read_json_lines(directory / "whole" / "evaluations.jsonl")) == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("odd", "task.num_envs is 7, which 2 processes cannot share equally; use a multiple of 2."),
-        ("bc", "algo.name bc learns in one process, not in 2; start it without torchrun."),
-    ],
-)
-def test_what_cannot_be_shared_is_refused(name: str, message: str, directory: Path) -> None:
-    assert told(directory, name) == [f"2\napexrl: {message}\n", "2\n"]
+@pytest.mark.parametrize(("name", "field", "value"), [("odd", "task.num_envs", "7"), ("bc", "algo.name", "bc")])
+def test_what_cannot_be_shared_is_refused_by_every_rank(name: str, field: str, value: str, directory: Path) -> None:
+    for rank, (code, message) in enumerate(told(directory, name)):
+        assert code == 2
+        assert message.startswith("apexrl: Rank 1: " if rank else f"apexrl: {field}")
+        assert {field, value} <= set(re.findall(r"[\w.]+", message))
+        assert message.count("\n") == 1
     assert not (directory / name).exists()
 
 
-def told(directory: Path, name: str) -> list[str]:
+def told(directory: Path, name: str) -> list[tuple[int, str]]:
     """Return the exit code of a command and what it wrote about errors, of both processes."""
-    return [(directory / f"{name}.rank{rank}.txt").read_text() for rank in (0, 1)]
+    texts = [(directory / f"{name}.rank{rank}.txt").read_text().partition("\n") for rank in (0, 1)]
+    return [(int(code), errors) for code, _, errors in texts]
 
 
-def test_what_all_processes_find_is_said_once_and_what_one_finds_with_its_number(directory: Path) -> None:
-    nowhere = f"{directory}/nowhere"
-    problem = "is not a run directory: it has neither config.yaml nor metrics.jsonl.\n"
-    assert told(directory, "alike") == [f"2\napexrl: {nowhere} {problem}", "2\n"]
-    assert told(directory, "otherwise") == [
-        f"2\napexrl: {nowhere}-0 {problem}",
-        f"2\napexrl: Process 1: {nowhere}-1 {problem}",
-    ]
-    assert told(directory, "alone") == ["0\n", f"2\napexrl: Process 1: {nowhere} {problem}"]
+def test_every_rank_prints_its_own_error(directory: Path) -> None:
+    (first_code, first), (second_code, second) = told(directory, "each")
+    assert first_code == second_code == 2
+    assert first.startswith(f"apexrl: {directory}/nowhere-0 ")
+    assert second.startswith(f"apexrl: Rank 1: {directory}/nowhere-1 ")
+    (first_code, first), (second_code, second) = told(directory, "alone")
+    assert (first_code, first, second_code) == (0, "", 2)
+    assert second.startswith(f"apexrl: Rank 1: {directory}/nowhere ")
 
 
 def wait_for(condition: Callable[[], bool], what: str, output: Path) -> None:
@@ -180,7 +179,7 @@ def test_losing_a_process_ends_the_run_with_a_message_and_a_checkpoint(
         wait_for(lambda: len(read_json_lines(run_dir / "metrics.jsonl")) >= 3, "the third iteration", output)
         other = child_of_rank(launcher.pid, 1)
         os.kill(other, how)
-        wait_for(lambda: "apexrl: Process 0 has lost the others" in output.read_text(), "the message", output)
+        wait_for(lambda: "apexrl: The other processes are lost" in output.read_text(), "the message", output)
         if how == signal.SIGSTOP:
             os.kill(other, signal.SIGKILL)  # torchrun gives it half a minute
         assert launcher.wait(TIME_LIMIT) != 0

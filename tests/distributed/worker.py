@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
 import traceback
 from pathlib import Path
@@ -27,8 +26,6 @@ def run(directory: Path) -> None:
         except Exception:
             (directory / f"{name}.{own}.txt").write_text(traceback.format_exc())
     for name, arguments in commands(directory, distributed.rank()).items():
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = name  # a command of many ends nothing
-        cli.SECONDS_FOR_THE_FIRST = 0.2 if name == "alone" else 60.0
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors):
             code = cli.main(arguments)
