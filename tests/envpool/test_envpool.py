@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from tests.refusals import refused
 from tests.simulator_session import assert_the_bootstrap_sees_the_true_successor, logged, train
 
 from apexrl.cli import main
@@ -108,9 +109,9 @@ def test_it_trains_with_its_metrics_in_the_log(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_had_is_said() -> None:
-    with pytest.raises(EnvError, match=r"envpool has no task 'HalfCheeta-v5'\. Did you mean 'HalfCheetah-v5'\?"):
+    with refused(EnvError, "envpool", "'HalfCheeta-v5'", "'HalfCheetah-v5'"):
         make_env("envpool/HalfCheeta-v5")
-    with pytest.raises(EnvError, match="takes no workers"):
+    with refused(EnvError, HALFCHEETAH, "num_workers"):
         make_env(HALFCHEETAH, 2, num_workers=1)
-    with pytest.raises(EnvError, match="cannot draw"):
+    with refused(EnvError, "envpool", "draw"):
         make_env(HALFCHEETAH).render()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.refusals import refused
 from tests.simulator_session import assert_the_bootstrap_sees_the_true_successor, logged, train
 
 from apexrl.cli import main
@@ -160,10 +161,10 @@ def test_it_trains_with_its_metrics_in_the_log(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_had_is_said() -> None:
-    with pytest.raises(EnvError, match=r"ManiSkill has no task 'PickCub-v1'\. Did you mean 'PickCube-v1'\?"):
+    with refused(EnvError, "ManiSkill", "'PickCub-v1'", "'PickCube-v1'"):
         make_env("maniskill/PickCub-v1")
     env = make_env(TASK, 1)
-    with pytest.raises(EnvError, match="cannot draw here"):
+    with refused(EnvError, "ManiSkill", "draw"):
         env.render()
     env.close()
 

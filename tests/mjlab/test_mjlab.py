@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.refusals import refused
 from tests.simulator_session import assert_the_bootstrap_sees_the_true_successor, logged, train
 
 from apexrl.cli import main
@@ -133,7 +134,7 @@ def test_go1_trains_with_its_metrics_in_the_log(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_had_is_said() -> None:
-    with pytest.raises(EnvError, match=r"mjlab has no task 'Mjlab-Cartpole'\. Did you mean"):
+    with refused(EnvError, "mjlab", "'Mjlab-Cartpole'", "Did you mean"):
         make_env("mjlab/Mjlab-Cartpole")
-    with pytest.raises(EnvError, match=r"has no field 'episode_length'\. Did you mean 'episode_length_s'\?"):
+    with refused(EnvError, "'episode_length'", "'episode_length_s'"):
         make_env(CARTPOLE, episode_length=3)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.wrappers import FrameStackObservation
+from tests.refusals import refused
 from torch import Tensor
 
 from apexrl.envs import GymVecEnv, gym_group
@@ -220,7 +221,7 @@ def test_global_random_numbers_are_an_error_that_names_the_environment(num_worke
     env = GymVecEnv([walk, GlobalWalk], num_workers=num_workers)
     run(env, 10)
     state = through_a_file(env.state_dict())
-    with pytest.raises(EnvStateError, match=r"Environment 1 .*another observation"):
+    with refused(EnvStateError, "Environment 1", "GlobalWalk", "observation", "np_random"):
         env.load_state_dict(state)
     env.close()
 
@@ -229,9 +230,9 @@ def test_states_of_other_environments_are_refused() -> None:
     env = GymVecEnv([functools.partial(gym.make, "CartPole-v1")] * 2)
     run(env, 3)
     state = through_a_file(env.state_dict())
-    with pytest.raises(EnvStateError, match="2 environments"):
+    with refused(EnvStateError, "2 environments", 1):
         GymVecEnv([functools.partial(gym.make, "CartPole-v1")]).load_state_dict(state)
-    with pytest.raises(EnvStateError, match=r"Environment 0 is a .*AcrobotEnv, the saved one was a .*CartPoleEnv"):
+    with refused(EnvStateError, "Environment 0", "AcrobotEnv", "CartPoleEnv"):
         GymVecEnv([functools.partial(gym.make, "Acrobot-v1")] * 2).load_state_dict(state)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gymnasium.spaces import Dict
 from tensordict import TensorDict
+from tests.refusals import refused
 from torch import Tensor
 
 from apexrl.envs import check_env, make_env
@@ -336,31 +337,31 @@ def test_compiled_steps_equal_eager_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"change_step": -1}, r"Payload.change_step must be a whole number of at least 0, got -1"),
-        ({"change_step": 200}, r"Payload.change_step must lie in \[0, 200\)"),
-        ({"change_step": 1.5}, r"Payload.change_step must be a whole number"),
-        ({"change_step": True}, r"Payload.change_step must be a whole number of at least 0, got True"),
-        ({"fixed": {"gain": True}}, r"Payload.fixed.gain must be a finite number, got True"),
-        ({"change_step": 5, "change_to": {"latency": True}}, r"Payload.change_to.latency must be a finite number"),
-        ({"change": "colour"}, r"Payload.change must be one of mass, .* or all, got 'colour'"),
-        ({"max_episode_steps": 0}, r"Payload.max_episode_steps must be at least 1"),
-        ({"fixed": {"gian": 1.0}}, r"Payload.fixed has no 'gian'. Did you mean 'gain'"),
-        ({"fixed": {"gain": 0.0}}, r"Payload.fixed.gain must be above 0, got 0.0"),
-        ({"fixed": {"drag": -1.0}}, r"Payload.fixed.drag must be at least 0, got -1.0"),
-        ({"fixed": {"mass": math.nan}}, r"Payload.fixed.mass must be a finite number"),
-        ({"fixed": {"mass": "heavy"}}, r"Payload.fixed.mass must be a finite number, got 'heavy'"),
-        ({"fixed": {"latency": 3}}, r"Payload.fixed.latency must be 0, 1 or 2"),
-        ({"fixed": ["gain"]}, r"Payload.fixed must map parameters to values"),
-        ({"change_to": {"gain": 1.0}}, r"Payload.change_to needs Payload.change_step"),
-        ({"change_step": 5, "change_to": 7}, r"Payload.change_to must map parameters to values"),
+        ({"change_step": -1}, ["Payload.change_step", 0, -1]),
+        ({"change_step": 200}, ["Payload.change_step", "[0, 200)", 200]),
+        ({"change_step": 1.5}, ["Payload.change_step", 1.5]),
+        ({"change_step": True}, ["Payload.change_step", True]),
+        ({"fixed": {"gain": True}}, ["Payload.fixed.gain", "finite", True]),
+        ({"change_step": 5, "change_to": {"latency": True}}, ["Payload.change_to.latency", "finite", True]),
+        ({"change": "colour"}, ["Payload.change", "mass", "all", "colour"]),
+        ({"max_episode_steps": 0}, ["Payload.max_episode_steps", 1, 0]),
+        ({"fixed": {"gian": 1.0}}, ["Payload.fixed", "'gian'", "'gain'"]),
+        ({"fixed": {"gain": 0.0}}, ["Payload.fixed.gain", "above 0", 0.0]),
+        ({"fixed": {"drag": -1.0}}, ["Payload.fixed.drag", "at least 0", -1.0]),
+        ({"fixed": {"mass": math.nan}}, ["Payload.fixed.mass", "finite", math.nan]),
+        ({"fixed": {"mass": "heavy"}}, ["Payload.fixed.mass", "finite", "'heavy'"]),
+        ({"fixed": {"latency": 3}}, ["Payload.fixed.latency", "0, 1 or 2", 3]),
+        ({"fixed": ["gain"]}, ["Payload.fixed", "map"]),
+        ({"change_to": {"gain": 1.0}}, ["Payload.change_to", "Payload.change_step"]),
+        ({"change_step": 5, "change_to": 7}, ["Payload.change_to", "map"]),
         (
             {"change_step": 5, "change": "mass", "change_to": {"gain": 1.0}},
-            r"Payload.change_to names \['gain'\], but Payload.change has only mass change",
+            ["Payload.change_to", ["gain"], "Payload.change", "mass"],
         ),
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_impossible_options_are_refused(options: dict[str, Any], named: list[object]) -> None:
+    with refused(ConfigError, *named):
         Payload(1, **options)
