@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.refusals import refused
 
 from apexrl.envs import suite_group
 from apexrl.envs.suites import make_suite
@@ -83,6 +84,12 @@ def test_a_state_and_actions_decide_everything(suite: MetaWorldSuite, task_name:
     assert_same(far, first)
 
 
+def drawn_places(simulator: Any) -> NDArray[np.float64]:
+    """Where Meta-World has put the objects, and the goal last."""
+    drawn: NDArray[np.float64] = simulator._env._last_rand_vec.copy()
+    return drawn
+
+
 @pytest.mark.parametrize("task_name", [*MT10, "stick-push-v3", "coffee-pull-v3", "bin-picking-v3"])
 def test_it_steps_as_meta_world_does(task_name: str) -> None:
     from metaworld.env_dict import ALL_V3_ENVIRONMENTS
@@ -93,7 +100,7 @@ def test_it_steps_as_meta_world_does(task_name: str) -> None:
     theirs = ALL_V3_ENVIRONMENTS[task_name]()
     theirs._partially_observable, theirs._set_task_called = False, True
     del theirs.sawyer_observation_space
-    theirs._last_rand_vec = simulator._env._last_rand_vec.copy()
+    theirs._last_rand_vec = drawn_places(simulator)
     theirs.reset()
     noise = np.random.default_rng(0)
     solved = 0
@@ -128,8 +135,7 @@ def test_states_of_the_splits_differ_and_do_not_depend_on_their_number(suite: Me
     assert len(train) == len(val) == 50
     assert len({state.tobytes() for state in [*train, *val]}) == 100
     assert all(np.array_equal(*pair) for pair in zip(suite.init_states(task), train[:2], strict=True))
-    with pytest.raises(ValueError, match="read-only"):
-        train[0][0] = 1
+    assert not any(state.flags.writeable for state in [*train, *val])
 
 
 def test_the_first_observation_shows_the_scene_twice_and_the_goal(suite: MetaWorldSuite) -> None:
@@ -140,7 +146,7 @@ def test_the_first_observation_shows_the_scene_twice_and_the_goal(suite: MetaWor
         seen = simulator.observe()["state"]
         assert suite.observation_space["state"].contains(seen)
         assert np.array_equal(seen[:18], seen[18:36])
-        np.testing.assert_array_equal(seen[36:], simulator._env._target_pos.astype(np.float32))
+        np.testing.assert_array_equal(seen[36:], drawn_places(simulator)[-3:].astype(np.float32))
         assert seen[36:].any()
 
 
@@ -227,8 +233,9 @@ def test_wrong_names_are_answered_with_the_nearest(call: Any, message: str) -> N
 
 def test_a_state_of_another_task_is_refused(suite: MetaWorldSuite) -> None:
     simulator = suite.make_simulator(TASK_NAMES.index("reach-v3"))
-    with pytest.raises(EnvError, match="has 538 numbers, got"):
-        simulator.restore(suite.init_states(TASK_NAMES.index("drawer-open-v3"))[0])
+    other = suite.init_states(TASK_NAMES.index("drawer-open-v3"))[0]
+    with refused(EnvError, 538, len(other)):
+        simulator.restore(other)
 
 
 def test_instructions_are_short_and_all_different() -> None:
