@@ -73,13 +73,17 @@ def done_of(step: EnvStep) -> Tensor:
     return step.terminated | step.truncated
 
 
+def changed(step: EnvStep, **fields: Any) -> EnvStep:
+    return step._replace(**fields)
+
+
 def edited(**fields: Any) -> type[Walk]:
     """A walk whose steps have the given fields changed by functions of the step."""
 
     class Edited(Walk):
         def step(self, action: Tensor) -> EnvStep:
             step = super().step(action)
-            return step._replace(**{name: change(step) for name, change in fields.items()})
+            return changed(step, **{name: change(step) for name, change in fields.items()})
 
     return Edited
 
@@ -237,7 +241,7 @@ def test_neighbouring_slices_of_one_buffer_do_not_share_memory() -> None:
             assert isinstance(step.obs, Tensor)
             assert isinstance(step.final_obs, Tensor)
             both = torch.stack((step.obs, step.final_obs), dim=1)
-            return step._replace(obs=both[:, 0], final_obs=both[:, 1])
+            return changed(step, obs=both[:, 0], final_obs=both[:, 1])
 
     assert check_env(OneBuffer()) == []
 

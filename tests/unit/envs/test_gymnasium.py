@@ -19,6 +19,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict
+from tests.refusals import refused
 from torch import Tensor
 
 from apexrl.envs import GymVecEnv, RslVecEnv, as_vec_env, display, gym_make_fns, make_env
@@ -221,12 +222,12 @@ def test_dict_and_tuple_become_named_groups() -> None:
     assert obs["b", "0"].tolist() == [[0, 1]] * 2
     assert obs["b", "1"].tolist() == [[0.5]] * 2
     assert sorted(env.observation_space["b"].spaces) == ["0", "1"]
-    with pytest.raises(RuntimeError, match="lock"):
+    with refused(RuntimeError, "locked"):
         obs["new"] = torch.zeros(2)  # every step returns this object
 
 
 def test_unsupported_observation_space_is_named() -> None:
-    with pytest.raises(EnvError, match=r"Text\(.*not supported"):
+    with refused(EnvError, "Observation space", spaces.Text(3)):
         observe(spaces.Text(3), "abc")
 
 
@@ -264,19 +265,19 @@ def test_multi_binary_actions() -> None:
 
 
 def test_unsupported_action_space_is_named() -> None:
-    with pytest.raises(EnvError, match=r"Action space Dict\(.*not supported"):
+    with refused(EnvError, "Action space", spaces.Dict({"a": ONE})):
         act(spaces.Dict({"a": ONE}), torch.zeros(1, 1))
 
 
 def test_actions_of_another_shape_are_refused() -> None:
     env = GymVecEnv(gym_make_fns("CartPole-v1", 2))
     env.reset(0)
-    with pytest.raises(EnvError, match=r"\[2, 1\], got \[2\]"):
+    with refused(EnvError, [2, 1], [2]):
         env.step(torch.zeros(2, dtype=torch.int64))
 
 
 def test_environments_need_the_same_spaces() -> None:
-    with pytest.raises(EnvError, match=r"same observation_space: environment 0 .* environment 1 has"):
+    with refused(EnvError, "observation_space", "environment 0", "environment 1"):
         GymVecEnv([*gym_make_fns("CartPole-v1", 1), *gym_make_fns("Acrobot-v1", 1)])
 
 
@@ -361,7 +362,7 @@ def test_metrics_beyond_the_limit_are_left_out() -> None:
     steps = [step_of(np.zeros(1), {f"reward_{i}": float(i) for i in range(MAX_METRICS + 1)})] * 3
     env = GymVecEnv([lambda: Scripted(np.zeros(1), steps, ONE)])
     env.reset(0)
-    with pytest.warns(UserWarning, match="more than 256 metrics"):
+    with pytest.warns(UserWarning, match=f"{MAX_METRICS} metrics"):
         env.step(torch.zeros(1, 1))
     metric = env.step(torch.zeros(1, 1)).metric
     assert len(metric) == MAX_METRICS
@@ -369,7 +370,7 @@ def test_metrics_beyond_the_limit_are_left_out() -> None:
 
 
 def test_a_task_that_declares_its_metrics_takes_no_others() -> None:
-    with pytest.raises(EnvError, match=r"cartpole declares its metrics itself .* leave metrics \['x'\] out"):
+    with refused(EnvError, "cartpole", "metrics", ["x"]):
         make_env("cartpole", 1, metrics=[MetricSpec("x")])
 
 
@@ -415,7 +416,8 @@ def test_render_draws_the_environment_asked_for(num_workers: int) -> None:
 def test_render_without_a_mode_says_what_to_do() -> None:
     env = GymVecEnv([lambda: gym.make("CartPole-v1", render_mode=None)])
     env.reset(0)
-    with pytest.warns(UserWarning, match="render"), pytest.raises(EnvError, match="rgb_array"):
+    by_gymnasium = pytest.warns(UserWarning, match="render")
+    with by_gymnasium, refused(EnvError, "Environment 0", "render_mode='rgb_array'"):
         env.render()
 
 
@@ -451,7 +453,7 @@ def test_an_exception_in_a_step_names_the_environment() -> None:
     good, bad = Scripted(np.zeros(1), [step_of(np.zeros(1))], ONE), Broken(np.zeros(1), [step_of(np.zeros(1))], ONE)
     env = GymVecEnv([lambda: good, lambda: bad])
     env.reset(0)
-    with pytest.raises(EnvError, match=r"ZeroDivisionError: boom \(in environment 1\)") as caught:
+    with refused(EnvError, "ZeroDivisionError: boom", "environment 1") as caught:
         env.step(torch.ones(2, 1))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     line = Broken.step.__code__.co_firstlineno + 2
@@ -460,13 +462,13 @@ def test_an_exception_in_a_step_names_the_environment() -> None:
 
 def test_a_package_whose_name_begins_like_gymnasiums_is_the_users() -> None:
     file = f"{Path(gym.__file__).parent}_robotics/reach.py"
-    with pytest.raises(ValueError, match="far") as caught:
+    with refused(ValueError, "far") as caught:
         exec(compile("raise ValueError('far')", file, "exec"))
     assert users_frames(caught.value)[-1] == f"{file}:1 in <module>"
 
 
 def test_unknown_id_suggests_the_nearest() -> None:
-    with pytest.raises(EnvError, match="'CartPole-v1'"):
+    with refused(EnvError, "'CartPol-v1'", "'CartPole-v1'"):
         gym_make_fns("CartPol-v1", 1)
     nearest = next(iter(TASKS))
     with pytest.raises(EnvError, match=f"Did you mean '{nearest}'"):
@@ -478,7 +480,7 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
         raise gym.error.DependencyNotInstalled("MuJoCo is not installed")
 
     monkeypatch.setattr(adapter, "load_env_creator", fail)
-    with pytest.raises(EnvError, match=r"pip install 'apexrl\[mujoco\]'"):
+    with refused(EnvError, "HalfCheetah-v5", "pip install 'apexrl[mujoco]'"):
         gym_make_fns("HalfCheetah-v5", 1)
 
 
@@ -492,7 +494,7 @@ def test_make_env_makes_shipped_tasks_and_gymnasium_ids() -> None:
     assert isinstance(make_env(name, 3), task)
     env = make_env("Pendulum-v1", 2, g=0.0)
     assert (env.num_envs, env.max_episode_steps) == (2, 200)
-    with pytest.raises(EnvError, match="num_workers"):
+    with refused(EnvError, name, "num_workers"):
         make_env(name, 3, num_workers=2)
 
 
@@ -510,9 +512,9 @@ def test_as_vec_env() -> None:
     assert as_vec_env(env) is env
     assert isinstance(as_vec_env(Simulator()), RslVecEnv)
     for other in (gym.make("CartPole-v1"), gym.make_vec("CartPole-v1", 2, vectorization_mode="sync")):
-        with pytest.raises(EnvError, match="GymVecEnv"):
+        with refused(EnvError, "GymVecEnv", "make_env"):
             as_vec_env(other)
-    with pytest.raises(EnvError, match="int is not an environment"):
+    with refused(EnvError, "int", "VecEnv"):
         as_vec_env(3)
 
 
@@ -565,6 +567,11 @@ def test_workers_report_groups_and_metrics() -> None:
     env.close()
 
 
+def processes(env: GymVecEnv) -> list[subprocess.Popen[bytes]]:
+    group: Any = env._group
+    return list(group.processes)
+
+
 def faulty(fault: str) -> Callable[[], gym.Env[Any, Any]]:
     """An environment whose second action does what ``fault`` says; by value, so that workers need not import this."""
 
@@ -592,27 +599,27 @@ def faulty(fault: str) -> Callable[[], gym.Env[Any, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "named"),
     [
-        ("raise KeyError('lost')", r"Worker 1 \(environments 2 to 3\) raised an exception(.|\n)*KeyError: 'lost'"),
-        ("raise KeyError('lost')", r'test_gymnasium.py", line \d+, in step'),
-        ("import os; os._exit(7)", r"Worker 1 \(environments 2 to 3\) died with exit code 7"),
-        ("import os; os.kill(os.getpid(), 9)", r"environments 2 to 3\) was killed by SIGKILL"),
-        ("import time; time.sleep(60)", r"environments 2 to 3\) did not answer within step_timeout \(1 s\)"),
+        ("raise KeyError('lost')", ["Worker 1", "KeyError: 'lost'", "test_gymnasium.py", "in step"]),
+        ("import os; os._exit(7)", ["Worker 1", "exit code 7"]),
+        ("import os; os.kill(os.getpid(), 9)", ["Worker 1", "SIGKILL"]),
+        ("import time; time.sleep(60)", ["Worker 1", "step_timeout", "1 s"]),
     ],
 )
-def test_a_worker_that_fails_is_an_error_of_its_environments(fault: str, message: str) -> None:
+def test_a_worker_that_fails_is_an_error_of_its_environments(fault: str, named: list[str]) -> None:
     fine, bad = faulty("pass"), faulty(fault)
     env = GymVecEnv([fine, fine, bad, bad], num_workers=2, step_timeout=1.0)
     env.reset(0)
     action = torch.zeros(4, 1, dtype=torch.int64)
     env.step(action)
-    begin = time.monotonic()
-    with pytest.raises(EnvError, match=message):
+    begin, workers = time.monotonic(), processes(env)
+    assert len(workers) == 2
+    with refused(EnvError, "environments 2 to 3", *named):
         env.step(action)
     assert time.monotonic() - begin < 10.0
     env.close()
-    assert all(process.poll() is not None for process in env._group.processes)  # type: ignore[union-attr]
+    assert all(process.poll() is not None for process in workers)
 
 
 def test_workers_answer_after_one_has_raised() -> None:
@@ -626,7 +633,7 @@ def test_workers_answer_after_one_has_raised() -> None:
     env.reset(0)
     assert env.step(action).reward.tolist() == [[0.0], [0.0]]
     env.close()
-    with pytest.raises(EnvError, match="closed"):
+    with refused(EnvError, "closed"):
         env.step(action)
 
 
@@ -634,7 +641,7 @@ def test_a_worker_that_cannot_make_its_environment_says_why() -> None:
     def make() -> gym.Env[Any, Any]:
         raise OSError("no such robot")
 
-    with pytest.raises(EnvError, match="no such robot"):
+    with refused(EnvError, "Worker 0", "OSError: no such robot"):
         GymVecEnv([make, make], num_workers=2)
 
 
@@ -650,7 +657,7 @@ def test_workers_do_not_import_torch_and_ignore_ctrl_c() -> None:
 
     env = GymVecEnv([make], num_workers=1)
     env.reset(0)
-    os.kill(env._group.processes[0].pid, signal.SIGINT)  # type: ignore[union-attr]
+    os.kill(processes(env)[0].pid, signal.SIGINT)
     assert env.step(torch.zeros(1, 1)).reward.item() == 1.0
     env.close()
 

@@ -14,10 +14,14 @@ def observation(value: Tensor | object) -> list[list[float]]:
 
 def test_the_cue_shows_once_then_blanks_then_go() -> None:
     task = Recall(1, num_cues=3, delay=2)
-    task.reset(0)
-    task.state[0, 0] = 1.0
+    cues = set()
+    for seed in range(20):
+        shown = observation(task.reset(seed))[0]
+        cue = int(task.state[0, 0])
+        assert shown == [float(i == cue) for i in range(4)]
+        cues.add(cue)
+    assert cues == {0, 1, 2}
     action = torch.zeros(1, 1, dtype=torch.int64)
-    assert task._observe(task.state).tolist() == [[0, 1, 0, 0]]
     assert observation(task.step(action).obs) == [[0, 0, 0, 0]]
     assert observation(task.step(action).obs) == [[0, 0, 0, 0]]
     assert observation(task.step(action).obs) == [[0, 0, 0, 1]]
