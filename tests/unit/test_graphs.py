@@ -6,13 +6,14 @@ import time
 import weakref
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
 
 from apexrl import PPO, ActorCritic, PPOConfig, RecurrentActorCritic, SyncCollector, make_env
-from apexrl.graphs import Acceleration, Captured, Compiled, Stopwatch, _Entry
+from apexrl.graphs import WARM_UP_CALLS, Acceleration, Captured, Compiled, Stopwatch
 
 
 def weights_after(
@@ -170,14 +171,24 @@ class Cycle:
 
 
 def test_garbage_is_collected_before_a_capture_and_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDAGraph", "graph", "synchronize"):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("graph", "stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
-    old = weakref.ref(Cycle())
+    for name in ("CUDAGraph", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
     seen = []
 
     def function() -> None:
         seen.append((old(), gc.isenabled()))
 
-    Captured("a function", function, enabled=True)._capture(_Entry(), ())
+    captured = Captured("a function", function, enabled=True)
+    old = weakref.ref(Cycle())
+    gc.disable()  # or the garbage might be gone before
+    for _ in range(WARM_UP_CALLS):
+        captured()
+    gc.enable()
+    assert None not in (garbage for garbage, _ in seen)
+    seen.clear()
+    captured()
     assert seen == [(None, False)]
     assert gc.isenabled()
