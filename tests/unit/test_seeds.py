@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.refusals import refused
 
 from apexrl import seeds
 from apexrl.errors import ConfigError, FewSamplesWarning, RunDirError
@@ -43,8 +43,9 @@ def test_only_finished_seeds_and_common_fields_are_aggregated(tmp_path: Path) ->
 def test_few_seeds_warn_when_they_are_shown_and_not_while_others_train(tmp_path: Path) -> None:
     result = {"return": 1.0, "return_interval": [0.0, 2.0], "episodes": 8}
     stored = SeedRuns(tmp_path, {}, [SeedRun(seed, "done", "", result) for seed in range(4)])
-    with pytest.warns(FewSamplesWarning, match="interval of 4 samples is unreliable: use at least 5"):
+    with pytest.warns(FewSamplesWarning) as warned:
         stored.aggregate()
+    assert "4 samples" in str(warned[0].message)
     with warnings.catch_warnings(action="error"):
         stored.write()
 
@@ -57,32 +58,32 @@ def test_seeds_json_comes_back_as_it_was(tmp_path: Path) -> None:
     content = json.loads((tmp_path / seeds.FILE).read_text())
     assert content["aggregate"]["return"]["iqm"] == 1.5
     (tmp_path / seeds.FILE).write_text(json.dumps({**content, "version": 9}))
-    with pytest.raises(RunDirError, match=r"version 9; this apexrl reads up to 1\. Update apexrl"):
+    with refused(RunDirError, "seeds.json", "version 9", 1, "Update apexrl"):
         seeds.read(tmp_path)
-    with pytest.raises(RunDirError, match=r"holds no seeds\.json"):
+    with refused(RunDirError, tmp_path / "elsewhere", "seeds.json", "apexrl train --seeds"):
         seeds.read(tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "value", "named"),
     [
         (("version",), "new", "TypeError"),
-        (("config",), [1], "'config' must be a mapping"),
+        (("config",), [1], "'config'"),
         (("runs",), 3, "TypeError"),
         (("runs", 0), "x", "TypeError"),
-        (("runs", 0, "seed"), "../../elsewhere", "'seed' must be a whole number from 0 to"),
-        (("runs", 0, "seed"), True, "'seed' must be a whole number from 0 to"),
-        (("runs", 0, "state"), ["done"], "'state' of seed 3 must be one of waiting, done, failed"),
-        (("runs", 0, "more"), 1, "unexpected keyword argument 'more'"),
+        (("runs", 0, "seed"), "../../elsewhere", "'seed'"),
+        (("runs", 0, "seed"), True, "'seed'"),
+        (("runs", 0, "state"), ["done"], "'state' of seed 3"),
+        (("runs", 0, "more"), 1, "'more'"),
         (("runs", 0, "result"), None, "TypeError"),
         (("runs", 0, "result"), {"return": 1.0}, "KeyError: 'return_interval'"),
-        (("runs", 0, "result", "return"), "high", "'result' of seed 3 must hold numbers"),
+        (("runs", 0, "result", "return"), "high", "'result' of seed 3"),
         (("runs", 0, "result", "return_interval"), [1.0], "ValueError"),
         (("runs", 0, "result", "per_task"), {"reach": None}, "TypeError"),
         (("runs", 0, "result", "per_task"), [0.5], "AttributeError"),
     ],
 )
-def test_a_damaged_seeds_json_is_named(tmp_path: Path, field: tuple[str | int, ...], value: Any, message: str) -> None:
+def test_a_damaged_seeds_json_is_named(tmp_path: Path, field: tuple[str | int, ...], value: Any, named: str) -> None:
     result = {"return": 1.5, "return_interval": [1.0, 2.0], "episodes": 8}
     path = SeedRuns(tmp_path, {}, [SeedRun(3, "done", "", result)]).write()
     content = place = json.loads(path.read_text())
@@ -90,14 +91,14 @@ def test_a_damaged_seeds_json_is_named(tmp_path: Path, field: tuple[str | int, .
         place = place[name]
     place[field[-1]] = value
     path.write_text(json.dumps(content))
-    with pytest.raises(RunDirError, match=rf"seeds\.json is damaged .*{re.escape(message)}.*; start the seeds again"):
+    with refused(RunDirError, path, "damaged", named, "start the seeds again"):
         seeds.read(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\x00", b"[]", b"null", b"[" * 100_000])
 def test_a_seeds_json_that_is_none_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / seeds.FILE).write_bytes(content)
-    with pytest.raises(RunDirError, match=r"seeds\.json is damaged"):
+    with refused(RunDirError, tmp_path / seeds.FILE, "damaged"):
         seeds.read(tmp_path)
 
 
@@ -108,10 +109,15 @@ def test_seeds_are_a_number_or_a_list(text: str, first: int, expected: list[int]
     assert parse_seeds(text, first) == expected
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "1,1", "a", "1,,2", "1.5", "99999", f"1,{2**31 + 1}"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "1,1", "a", "1,,2", "1.5", "99999"])
 def test_other_seeds_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--seeds must"):
+    with refused(ConfigError, "--seeds", repr(text)):
         parse_seeds(text, 0)
+
+
+def test_a_seed_that_is_too_large_is_named() -> None:
+    with refused(ConfigError, "--seeds", 2**31, 2**31 + 1):
+        parse_seeds(f"1,{2**31 + 1}", 0)
 
 
 def test_curves_meet_at_the_steps_that_all_seeds_have(tmp_path: Path) -> None:
