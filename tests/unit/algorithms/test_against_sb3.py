@@ -1,6 +1,7 @@
 """Updates from the same data, weights and random numbers give the same weights as Stable-Baselines3's."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl import PPO, SAC, ActorCritic, PPOConfig, SACConfig, SACPolicy, make_env
+from apexrl import PPO, SAC, ActorCritic, PPOConfig, SACConfig, SACPolicy, SyncCollector, make_env
 from apexrl.models import RewardScaler, SquashedGaussian
 from apexrl.models.distributions import StateDependentGaussian
 
@@ -59,19 +60,21 @@ def test_a_ppo_update(gsde: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         n_epochs=num_epochs, ent_coef=0.01, vf_coef=0.5, max_grad_norm=0.5, seed=0, device="cpu",
         use_sde=gsde, sde_sample_freq=4, policy_kwargs={"log_std_init": -2.0 if gsde else 0.0},
     )  # fmt: skip
-    _, callback = model._setup_learn(steps)
-    model.collect_rollouts(model.env, callback, model.rollout_buffer, steps)
+    last: dict[str, Any] = {}
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "train", lambda: None)  # one rollout, and no update yet
+        model.learn(steps, callback=lambda found, _: last.update(found) is None)
     buffer = model.rollout_buffer
     env = make_env("Pendulum-v1", 1)
     policy = ActorCritic.for_env(env, actor_cfg={"gsde": gsde})
     policy.load_state_dict(ppo_weights(model.policy))
     with torch.no_grad():
-        last_value = model.policy.predict_values(torch.as_tensor(model._last_obs))
+        last_value = model.policy.predict_values(torch.as_tensor(last["new_obs"]))
     column = {
         name: torch.as_tensor(getattr(buffer, name)).reshape(steps, 1, 1)
         for name in ("rewards", "values", "log_probs", "episode_starts")
     }
-    last_done = torch.as_tensor(model._last_episode_starts, dtype=torch.float32).view(1, 1, 1)
+    last_done = torch.as_tensor(last["dones"], dtype=torch.float32).view(1, 1, 1)
     done = torch.cat((column["episode_starts"][1:], last_done)) > 0
     assert done.any()
     batch = TensorDict(
@@ -154,7 +157,7 @@ def sac_weights(policy: Any) -> dict[str, Tensor]:
 
 
 def test_sac_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stable_baselines3.common.type_aliases import ReplayBufferSamples
+    from stable_baselines3.common.logger import Logger
 
     num_updates, batch_size = 5, 64
     draws = torch.Generator().manual_seed(1)
@@ -171,12 +174,26 @@ def test_sac_updates(monkeypatch: pytest.MonkeyPatch) -> None:
         "MlpPolicy", "Pendulum-v1", learning_rate=1e-3, buffer_size=100, batch_size=batch_size, seed=0, device="cpu",
         policy_kwargs={"net_arch": [32, 32]},
     )  # fmt: skip
-    model._setup_learn(1)
+    model.set_logger(Logger(None, []))
     env = make_env("Pendulum-v1", 1)
     hidden = {"hidden_dims": (32, 32)}
     policy = SACPolicy.for_env(env, actor_cfg=hidden, critic_cfg=hidden)
     policy.load_state_dict(sac_weights(model.policy), strict=False)
-    algorithm = SAC(policy=policy, cfg=SACConfig(learning_rate=1e-3, batch_size=batch_size))
+    cfg = SACConfig(learning_rate=1e-3, batch_size=batch_size, learning_starts=0, utd_ratio=1.0)
+    algorithm = SAC(policy=policy, cfg=cfg)
+    rollout = SyncCollector(env, policy, keep=SAC.required_keys, seed=0).collect(num_updates)
+    drawn = iter(
+        {
+            "observation": batch["observations"],
+            "action": 2.0 * batch["actions"],  # theirs are scaled to [-1, 1]
+            "reward": batch["rewards"],
+            "next_observation": batch["next_observations"],
+            "discount": 0.99 * (1.0 - batch["dones"]),
+            "weight": torch.ones(batch_size, 1),
+            "index": torch.zeros(batch_size, dtype=torch.long),
+        }
+        for batch in batches
+    )
     before = sac_weights(model.policy)
 
     class Samples:
@@ -186,7 +203,7 @@ def test_sac_updates(monkeypatch: pytest.MonkeyPatch) -> None:
             self.next = iter(batches)
 
         def sample(self, *_: Any, **__: Any) -> Any:
-            return ReplayBufferSamples(**{**dict.fromkeys(ReplayBufferSamples._fields), **next(self.next)})
+            return SimpleNamespace(**next(self.next), discounts=None)
 
     model.replay_buffer = Samples()
     # They draw the action of the state first, then that of its successor; ours the other way round.
@@ -195,18 +212,8 @@ def test_sac_updates(monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setattr(torch.distributions.Normal, "rsample", lambda self, *_: self.loc + self.scale * next(theirs))
         model.train(num_updates, batch_size)
         patched.setattr(torch, "randn_like", lambda _: next(ours))
-        for batch in batches:
-            algorithm._step(
-                {
-                    "observation": batch["observations"],
-                    "action": 2.0 * batch["actions"],  # theirs are scaled to [-1, 1]
-                    "reward": batch["rewards"],
-                    "next_observation": batch["next_observations"],
-                    "discount": 0.99 * (1.0 - batch["dones"]),
-                    "weight": torch.ones(batch_size, 1),
-                },
-                True,
-            )
+        patched.setattr(algorithm.replay, "sample", lambda *_, **__: next(drawn))
+        assert algorithm.update(rollout)["updates"] == num_updates
     after, now = sac_weights(model.policy), policy.state_dict()
     assert gap(before, after) > 1e-3
     # Their log-probability has 1e-6 inside a logarithm, ours is exact; Adam enlarges that where gradients vanish.
