@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import scipy.stats
 import torch
 from tensordict import TensorDict
 from tests.learning.tasks import DictTask
+from tests.refusals import refused
 from tests.scripted import ScriptedEnv
 from torch import Tensor
 
@@ -544,7 +544,7 @@ def test_a_rollout_that_is_not_finite_changes_nothing_and_is_named(key: str, lea
     assert torch.equal(weights(algorithm), before)
     normalizer: Any = algorithm.policy.normalizer
     assert normalizer.normalizers["observation"].mean.isfinite().all()
-    with pytest.raises(DivergenceError, match=f"'{key}' of the rollout is not finite.*step 3, environment 1"):
+    with refused(DivergenceError, f"'{key}'", "step 3", "environment 1"):
         algorithm.raise_if_diverged({"nonfinite": metrics["nonfinite"].item()}, batch)
 
 
@@ -555,7 +555,7 @@ def test_an_update_that_overflows_changes_nothing_and_is_reported() -> None:
     batch["reward"].fill_(1e30)
     metrics = algorithm.update(batch)
     assert torch.equal(weights(algorithm), before)
-    with pytest.raises(DivergenceError, match="the loss was not finite"):
+    with refused(DivergenceError, "loss", "algo.learning_rate"):
         algorithm.raise_if_diverged({"nonfinite": metrics["nonfinite"].item()}, batch)
 
 
@@ -563,16 +563,12 @@ def test_an_update_that_overflows_changes_nothing_and_is_reported() -> None:
     "space", [gym.spaces.Discrete(3), gym.spaces.Box(-np.inf, np.inf, (2,)), gym.spaces.MultiBinary(2)], ids=str
 )
 def test_actions_without_bounds_are_refused(space: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=re.escape(f"SAC needs a Box of actions with bounds on every side, got {space}")
-    ):
+    with refused(ConfigError, "SAC", "Box", space):
         SACPolicy(gym.spaces.Box(-1, 1, (3,)), space)
 
 
 def test_another_distribution_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"policy\.distribution must be auto or squashed_gaussian for SAC, got 'gaussian'"
-    ):
+    with refused(ConfigError, "policy.distribution", "auto", "squashed_gaussian", "'gaussian'"):
         SACPolicy.for_env(make_env("pendulum", 1), actor_cfg={"distribution": "gaussian"})
 
 
@@ -588,26 +584,25 @@ def test_the_actor_begins_as_linear_layers_do_with_the_deviation_asked_for() -> 
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "rule"),
-    [("num_steps", 0, "at least 1"), ("batch_size", 0, "at least 1"), ("replay_capacity", 0, "at least 1"),
-     ("n_step", 0, "at least 1"), ("actor_interval", 0, "at least 1"), ("num_critics", 0, "at least 1"),
-     ("utd_ratio", 0.0, "positive"), ("learning_rate", -1.0, "positive"), ("temperature", 0.0, "positive"),
-     ("reward_scale", 0.0, "positive"), ("adam_eps", 0.0, "positive"), ("max_grad_norm", 0.0, "positive or null"),
-     ("learning_starts", -1, "not be negative"), ("learning_starts", 1_000_001, "above algo.replay_capacity"),
-     ("priority_exponent", -0.1, "not be negative"), ("importance_exponent", 1.1, "[0, 1]"), ("gamma", 1.1, "[0, 1]"),
-     ("tau", 0.0, "(0, 1]"), ("dropout", 1.0, "[0, 1)"), ("target_subset", 3, "between 1 and algo.num_critics (2)"),
-     ("target_subset", 0, "between 1 and algo.num_critics (2)"), ("actor_value", "max", "one of ['min', 'mean']"),
-     ("replay_device", "cuda", "one of ['auto', 'cpu']"), ("schedule", "adaptive", "one of ['fixed', 'linear']"),
-     ("save_replay", 1, "true or false"), ("learn_temperature", None, "true or false"),
-     ("layer_norm", 2, "true or false"), ("target_entropy", "a", "a number or null"), ("batch_size", 2.5, "whole")],
+    ("field", "value", "allowed"),
+    [("num_steps", 0, (1,)), ("batch_size", 0, (1,)), ("replay_capacity", 0, (1,)), ("n_step", 0, (1,)),
+     ("actor_interval", 0, (1,)), ("num_critics", 0, (1,)), ("utd_ratio", 0.0, ()), ("learning_rate", -1.0, ()),
+     ("temperature", 0.0, ()), ("reward_scale", 0.0, ()), ("adam_eps", 0.0, ()), ("max_grad_norm", 0.0, ("null",)),
+     ("learning_starts", -1, ()), ("learning_starts", 1_000_001, ("algo.replay_capacity",)),
+     ("priority_exponent", -0.1, ()), ("importance_exponent", 1.1, ("[0, 1]",)), ("gamma", 1.1, ("[0, 1]",)),
+     ("tau", 0.0, ("(0, 1]",)), ("dropout", 1.0, ("[0, 1)",)), ("target_subset", 3, (1, "algo.num_critics", 2)),
+     ("target_subset", 0, (1, "algo.num_critics", 2)), ("actor_value", "max", ("'min'", "'mean'")),
+     ("replay_device", "cuda", ("'auto'", "'cpu'")), ("schedule", "adaptive", ("'fixed'", "'linear'")),
+     ("save_replay", 1, ("true", "false")), ("learn_temperature", None, ("true", "false")),
+     ("layer_norm", 2, ("true", "false")), ("target_entropy", "a", ("null",)), ("batch_size", 2.5, ())],
 )  # fmt: skip
-def test_impossible_options_are_refused(field: str, value: Any, rule: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^algo\.{field} must .*{re.escape(rule)}.*, got {re.escape(repr(value))}"):
+def test_impossible_options_are_refused(field: str, value: Any, allowed: tuple[object, ...]) -> None:
+    with refused(ConfigError, f"algo.{field}", repr(value), *allowed):
         SACConfig(**{field: value})
 
 
 def test_a_rollout_that_does_not_fit_the_replay_buffer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"algo.replay_capacity is 1000, but one rollout has 1004 steps"):
+    with refused(ConfigError, "algo.replay_capacity", 1000, 1004):
         SACConfig(num_steps=4, replay_capacity=1000).check_rollout(251, keeps_sequences=False)
 
 
@@ -615,7 +610,7 @@ def test_a_missing_key_is_named() -> None:
     algorithm, collector = setup()
     batch = collector.collect(4)
     del batch["next_observation"]
-    with pytest.raises(KeyError, match=r"SAC.update needs \['next_observation'\].*keep=SAC.required_keys"):
+    with refused(KeyError, "SAC.update", "next_observation", "keep=SAC.required_keys"):
         algorithm.update(batch)
 
 
@@ -624,9 +619,9 @@ def test_it_is_made_from_a_policy_or_from_an_environment() -> None:
     algorithm = SAC(env, SACConfig(num_critics=3), critic_cfg={"hidden_dims": [7]}, device="cpu")
     critics: Any = algorithm.policy.critics
     assert critics.layers[0].weight.shape == (3, 4, 7)
-    with pytest.raises(ConfigError, match="either a policy"):
+    with refused(ConfigError, "SAC", "policy=...", "env=..."):
         SAC(env, policy=algorithm.policy)
-    with pytest.raises(ConfigError, match="either a policy"):
+    with refused(ConfigError, "SAC", "policy=...", "env=..."):
         SAC()
 
 
@@ -676,7 +671,7 @@ def test_without_its_replay_buffer_it_says_so_and_waits() -> None:
     run(first, collector, 2)
     second, _ = setup(learning_starts=16)
     second.policy.load_state_dict(first.policy.state_dict())
-    with pytest.warns(UserWarning, match="holds no replay buffer .* once 16 new steps are collected"):
+    with pytest.warns(UserWarning, match=r"no replay buffer.*\b16\b"):
         second.load_state_dict(first.state_dict())
     num_updates = second.state_dict()["num_updates"]
     before = weights(second)
@@ -690,7 +685,7 @@ def test_the_replay_buffers_of_other_processes_are_left_out_and_it_says_why() ->
     first, collector = setup(learning_starts=16, save_replay=True)
     run(first, collector, 2)
     second, _ = setup(learning_starts=16, save_replay=True)
-    with pytest.warns(UserWarning, match="left out, because the processes are others than wrote it: .* 16 new steps"):
+    with pytest.warns(UserWarning, match=r"replay buffer.*processes.*\b16\b"):
         second.load_state_dict(second.without_own_state(first.state_dict()))
     assert len(second.replay) == 0
 
@@ -733,7 +728,7 @@ def test_an_update_without_a_gradient_step_reports_the_loss_of_the_critics_and_c
 
 def test_a_policy_that_sac_cannot_train_is_refused() -> None:
     env = make_env("pendulum", 2)
-    with pytest.raises(ConfigError, match=r"SAC trains a SACPolicy.*got ActorCritic; make one with SACPolicy\.for_env"):
+    with refused(ConfigError, "SAC", "ActorCritic", "SACPolicy.for_env"):
         SAC(policy=ActorCritic.for_env(env))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"by name: SAC\(policy=\.\.\.\)"):
+    with refused(ConfigError, "SAC(policy=...)"):
         SAC(SACPolicy.for_env(env))
