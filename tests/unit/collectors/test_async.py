@@ -16,6 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from tests.point_suite import GOALS, PointSimulator, PointSuite
+from tests.refusals import refused
 from tests.scripted import ScriptedEnv
 from torch import Tensor, nn
 
@@ -227,7 +228,7 @@ def test_a_rollout_that_became_too_old_is_dropped_and_its_episodes_count() -> No
     env = TestEnv((3,))
     env.go_on.clear()
     with make(env, max_staleness=0, step_timeout=0.05) as collector:
-        with pytest.raises(EnvError, match="hangs"):
+        with refused(EnvError, "TestEnv", "step_timeout"):
             collector.collect(3)
         env.go_on.set()
         wait_for(lambda: env.num_steps == 3)
@@ -238,19 +239,25 @@ def test_a_rollout_that_became_too_old_is_dropped_and_its_episodes_count() -> No
         assert collector.episode_metrics.totals["return"].tolist() == [12, 2]
 
 
+def num_ready(collector: AsyncCollector) -> int:
+    """Rollouts that are done and wait to be handed out."""
+    thread: Any = collector._thread
+    return len(thread.ready)
+
+
 def test_what_was_collected_before_the_normaliser_was_warm_is_dropped() -> None:
     env = TestEnv()
     policy = ActorCritic.for_env(env, normalize_obs=True)
     with make(env, policy) as collector:
         first = collector.collect(4)
-        wait_for(lambda: len(collector._thread.ready) == 1)  # also with the policy that normalises nothing
+        wait_for(lambda: num_ready(collector) == 1)  # also with the policy that normalises nothing
         policy.update_normalizer(first["observation"])
         batch = collector.collect(4)
         assert batch["policy_version"].unique().tolist() == [1]
         assert collector.metrics()["collect/dropped"] == 1.0
         log_prob = policy.evaluate_actions(batch["observation"], batch["action"])[0]
         torch.testing.assert_close(log_prob, batch["sample_log_prob"])
-        wait_for(lambda: len(collector._thread.ready) == 1)
+        wait_for(lambda: num_ready(collector) == 1)
         assert collector.collect(4)["policy_version"].unique().tolist() == [1], "later rollouts are kept"
 
 
@@ -315,7 +322,7 @@ def test_an_exception_of_the_thread_reaches_the_caller_every_time() -> None:
         wait_for(lambda: collecting_threads() == [])
         assert times(collector.collect(3)) == [3, 4, 5]  # whole, and before the failure
         for _ in range(2):
-            with pytest.raises(ZeroDivisionError, match="the simulator exploded") as caught:
+            with refused(ZeroDivisionError, "the simulator exploded") as caught:
                 collector.collect(3)
             shown = "".join(traceback.format_exception(caught.value))
             assert 'raise ZeroDivisionError("the simulator exploded")' in shown  # the line in the environment
@@ -344,11 +351,9 @@ def test_an_environment_that_hangs_is_named_and_close_still_returns(wait: Callab
     collector.collect(3)
     wait_for(lambda: env.hangs)
     begin = time.monotonic()
-    with pytest.raises(
-        EnvError, match=r"TestEnv hangs: no step or reset has ended for 0\.\d s.*step_timeout \(now 0\.1 s\)"
-    ):
+    with refused(EnvError, "TestEnv", "hangs", "step_timeout", "0.1 s"):
         wait(collector)
-    with pytest.raises(EnvError, match="hangs"):
+    with refused(EnvError, "TestEnv", "step_timeout"):
         collector.collect(3)
     assert time.monotonic() - begin < 0.5
     begin = time.monotonic()
@@ -368,7 +373,7 @@ def test_many_short_steps_are_not_a_hang() -> None:
     "options", [{"max_staleness": -1}, {"queue_size": 0}, {"step_timeout": 0.0}], ids=lambda o: next(iter(o))
 )
 def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
+    with refused(ConfigError, *next(iter(options.items()))):
         make(**options)
 
 
@@ -386,9 +391,9 @@ def test_close_in_the_middle_of_a_long_rollout_returns_at_once() -> None:
     collector.close()
     assert time.monotonic() - begin < 1.0
     assert collecting_threads() == []
-    with pytest.raises(EnvError, match="closed"):
+    with refused(EnvError, "AsyncCollector", "closed"):
         collector.collect(1000)
-    with pytest.raises(EnvError, match="closed"):
+    with refused(EnvError, "AsyncCollector", "closed"):
         collector.state_dict()
 
 
@@ -423,7 +428,7 @@ def test_the_environments_stand_still_inside_quiet() -> None:
             assert env.num_steps == 20  # the running rollout has ended
             time.sleep(0.05)
             assert env.num_steps == 20
-            with pytest.raises(RuntimeError, match="inside quiet"):
+            with refused(RuntimeError, "quiet"):
                 collector.collect(10)
         assert times(collector.collect(10)) == list(range(10, 20))
         assert times(collector.collect(10)) == list(range(20, 30))
@@ -552,7 +557,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_environment_and_collector_togethe
     env.delay = 0.002
     trainer, _ = make_trainer(env, ahead=4)
     trainer.learn(8)
-    with pytest.raises(CheckpointError, match="does not fit this policy"):
+    with refused(CheckpointError, tmp_path / "other.pt", "policy"):
         trainer.load_checkpoint(tmp_path / "other.pt")
     place = env.num_steps
     assert times(trainer.collector.collect(8))[0] == place
@@ -595,7 +600,7 @@ def test_the_trainer_shows_where_the_environment_failed(tmp_path: Path) -> None:
     env = TestEnv()
     env.fails_at = 20
     trainer, _ = make_trainer(env, save_dir=tmp_path)
-    with pytest.raises(ZeroDivisionError, match="exploded"):
+    with refused(ZeroDivisionError, "exploded"):
         trainer.learn(800)
     assert trainer.iteration == 2
     trainer.close()
@@ -730,5 +735,5 @@ def test_groups_are_left_in_the_middle_when_the_collector_is_closed() -> None:
 def test_a_generator_of_other_environments_is_refused() -> None:
     env, other = suite_env(), suite_env()
     policy = suite_policy(env)
-    with pytest.raises(ConfigError, match="one environment"):
+    with refused(ConfigError, "AsyncCollector", "generator.env"):
         AsyncCollector(env, policy, generator=RolloutGenerator(SuiteRunner(other, policy)))
