@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.refusals import refused
 
 from apexrl import ROAPolicy, make_env
 from apexrl.errors import ConfigError
@@ -99,7 +100,7 @@ def test_the_student_acts_without_the_privileged_group(normalize_obs: bool) -> N
         assert torch.equal(mode(student, other), mode(student, obs))
     assert not torch.equal(mode(policy.teacher, other), mode(policy.teacher, obs))
     assert not torch.equal(policy.get_value(other), policy.get_value(obs))
-    with pytest.raises(KeyError, match="priv"):
+    with refused(KeyError, "priv"):
         mode(policy.teacher, blind)
 
 
@@ -204,30 +205,29 @@ def test_command_and_object_may_be_missing(left_out: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("left_out", ["policy", "priv"])
 def test_a_missing_group_is_named(left_out: str) -> None:
-    with pytest.raises(ConfigError, match=r"the groups 'policy' and 'priv'.*this one's groups are") as caught:
+    with refused(ConfigError, "'policy'", "'priv'", sorted({*space().spaces} - {left_out})):
         make_policy(space(left_out))
-    assert f"'{left_out}'" not in str(caught.value).split("this one's groups are")[1]
 
 
 def test_an_observation_without_groups_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"needs a Dict observation.*this one's groups are \[\]"):
+    with refused(ConfigError, "Dict", "[]"):
         make_policy(gym.spaces.Box(-1.0, 1.0, (3,)))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"history": 7}, "policy.history is 7, but the observation group 'policy' has 30 numbers"),
-        ({"history": 60}, "policy.history is 60, but the observation group 'policy' has 30 numbers"),
-        ({"history": 0}, "policy.history must be at least 1, got 0"),
-        ({"history": 5, "history_kind": "conv"}, "policy.history is 5; convolutions need at least 9 frames"),
-        ({"history_kind": "lstm"}, r"policy.history_kind must be one of \['mlp', 'conv', 'gru'\], got 'lstm'"),
-        ({"action_space": gym.spaces.Discrete(3)}, r"continuous actions.*got Discrete\(3\)"),
+        ({"history": 7}, ("policy.history", 7, "'policy'", 30)),
+        ({"history": 60}, ("policy.history", 60, "'policy'", 30)),
+        ({"history": 0}, ("policy.history", 1, 0)),
+        ({"history": 5, "history_kind": "conv"}, ("policy.history", 5, 9)),
+        ({"history_kind": "lstm"}, ("policy.history_kind", "['mlp', 'conv', 'gru']", "'lstm'")),
+        ({"action_space": gym.spaces.Discrete(3)}, ("continuous", "Discrete(3)")),
     ],
     ids=str,
 )
-def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_impossible_options_are_refused(options: dict[str, Any], named: tuple[object, ...]) -> None:
+    with refused(ConfigError, *named):
         make_policy(**options)
 
 
@@ -237,7 +237,7 @@ def test_the_history_is_the_number_of_frames_that_the_task_stacks(task: str) -> 
     stacked = getattr(env, "task", env).history
     assert ROAPolicy.for_env(env, history=stacked).history == ROAPolicy.for_env(env).history == stacked
     # Half of them divide the window as well, into frames that are none.
-    with pytest.raises(ConfigError, match=rf"policy.history is {stacked // 2}, but the task stacks {stacked} frames"):
+    with refused(ConfigError, "policy.history", stacked // 2, stacked):
         ROAPolicy.for_env(env, history=stacked // 2)
     env.close()
 
@@ -247,24 +247,21 @@ def test_the_history_is_the_number_of_frames_that_the_task_stacks(task: str) -> 
 def test_what_the_student_cannot_see_is_named(kind: Any, normalize_obs: bool) -> None:
     policy = make_policy(history_kind=kind, normalize_obs=normalize_obs)
     for group in ("policy", "command", "object"):
-        with pytest.raises(
-            KeyError, match=rf"needs the observation group '{group}' of shape \[\.\.\., {GROUPS[group]}\]"
-        ):
+        with refused(KeyError, f"'{group}'", f"[..., {GROUPS[group]}]"):
             mode(policy, observe(4, left_out=(group,)))
         obs = observe(4)
         obs[group] = torch.zeros(4, GROUPS[group] + 1)
-        wanted = rf"group '{group}' of shape \[\.\.\., {GROUPS[group]}\], got \[4, {GROUPS[group] + 1}\]"
-        with pytest.raises(ValueError, match=wanted):
+        with refused(ValueError, f"'{group}'", f"[..., {GROUPS[group]}]", f"[4, {GROUPS[group] + 1}]"):
             mode(policy, obs)
 
 
 def test_an_error_that_is_not_about_the_groups_stays_as_it_is() -> None:
     policy = make_policy()
-    with pytest.raises(RuntimeError, match="dtype"):
+    with refused(RuntimeError, "dtype"):
         mode(policy, observe(4).double())
 
 
 def test_pictures_cannot_be_stacked_frames() -> None:
     picture = gym.spaces.Dict({**space().spaces, "policy": gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)})
-    with pytest.raises(ConfigError, match="vector of stacked frames as observation group 'policy'"):
+    with refused(ConfigError, "stacked frames", "'policy'"):
         make_policy(picture)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tests.point_suite import GOALS, PointSuite
+from tests.refusals import refused
 from torch import Tensor
 
 from apexrl import PPO, PPOConfig, SyncCollector, make_env
@@ -148,13 +149,13 @@ def test_ppo_trains_both_heads_and_learns_the_value(head: str) -> None:
 
 
 def test_ppo_refuses_a_policy_that_values_nothing() -> None:
-    with pytest.raises(ConfigError, match=r"this VLAPolicy has no value head. Create it with value_head=True, or"):
+    with refused(ConfigError, "VLAPolicy", "value_head=True"):
         PPO(policy=VLAPolicy.for_env(make_env("pendulum", 2), width=32, depth=1, heads=2))
 
 
 def test_a_flow_policy_names_what_it_needs_to_evaluate() -> None:
     policy, obs = make("flow"), observe(4)
-    with pytest.raises(ValueError, match=r"batch\['denoising'\]"):
+    with refused(ValueError, "batch['denoising']"):
         policy.evaluate_actions(obs, policy(obs).action)
 
 
@@ -201,9 +202,9 @@ def test_actions_are_normalised_in_one_place() -> None:
 
 def test_statistics_of_another_suite_are_refused() -> None:
     one = torch.ones(4)
-    with pytest.raises(ConfigError, match="state_mean must have 4 numbers, got 3"):
+    with refused(ConfigError, "state_mean", 4, 3):
         make().set_statistics(one[:3], one, one[:2], one[:2])
-    with pytest.raises(ConfigError, match="action_std must be finite"):
+    with refused(ConfigError, "action_std"):
         make().set_statistics(one, one, one[:2], one[:2] * torch.nan)
 
 
@@ -286,22 +287,22 @@ def test_adapters_start_from_a_whole_policy_and_fold_into_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"size": "tinny"}, "policy.size must be one of .* Did you mean 'tiny'"),
-        ({"head": "diffusion"}, "policy.head must be likelihood or flow"),
-        ({"chunk": 4}, "policy.chunk must divide the 6 numbers"),
-        ({"heads": 5}, "policy.heads must divide policy.width 128"),
-        ({"freeze": ("vison",)}, "policy.freeze must hold names of .* Did you mean 'vision'"),
-        ({"init_std": 5.0}, r"policy.init_std must lie between policy.min_std .* got 5.0"),
-        ({"distribution": "cauchy"}, "policy.distribution must be gaussian or laplace"),
-        ({"head": "flow", "noise_level": 0.0}, "policy.noise_level must be above 0"),
-        ({"head": "flow", "noise": "all"}, "policy.noise must be every_step or last_step, got 'all'"),
-        ({"head": "flow", "denoising_steps": 0}, "policy.denoising_steps must be at least 1"),
+        ({"size": "tinny"}, ("policy.size", "'tinny'", "Did you mean 'tiny'")),
+        ({"head": "diffusion"}, ("policy.head", "likelihood", "flow", "'diffusion'")),
+        ({"chunk": 4}, ("policy.chunk", 6, 4)),
+        ({"heads": 5}, ("policy.heads", "policy.width", 128, 5)),
+        ({"freeze": ("vison",)}, ("policy.freeze", "'vison'", "Did you mean 'vision'")),
+        ({"init_std": 5.0}, ("policy.init_std", "policy.min_std", 5.0)),
+        ({"distribution": "cauchy"}, ("policy.distribution", "gaussian", "laplace", "'cauchy'")),
+        ({"head": "flow", "noise_level": 0.0}, ("policy.noise_level", 0.0)),
+        ({"head": "flow", "noise": "all"}, ("policy.noise", "every_step", "last_step", "'all'")),
+        ({"head": "flow", "denoising_steps": 0}, ("policy.denoising_steps", 1, 0)),
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_impossible_options_are_refused(options: dict[str, Any], named: tuple[object, ...]) -> None:
+    with refused(ConfigError, *named):
         VLAPolicy(space(), ACTIONS, **{"chunk": CHUNK, **options})
 
 

@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from tests.refusals import refused
 
 from apexrl.errors import ConfigError
 from apexrl.policies.vla import LeRobotPolicy, encode_instruction
@@ -18,12 +19,12 @@ SPACE = gym.spaces.Dict({"state": gym.spaces.Box(-1, 1, (4,)), "instruction": gy
 
 def test_without_lerobot_the_message_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lerobot", None)
-    with pytest.raises(ConfigError, match=r"smolvla needs LeRobot.*make test-lerobot"):
+    with refused(ConfigError, "smolvla", "LeRobot", "make test-lerobot"):
         LeRobotPolicy.load(SPACE, gym.spaces.Box(-1, 1, (10,)), path="nowhere")
 
 
 def test_an_unknown_kind_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'smolvla'"):
+    with refused(ConfigError, "'smolvl'", "Did you mean 'smolvla'"):
         LeRobotPolicy.load(SPACE, gym.spaces.Box(-1, 1, (10,)), path="nowhere", kind="smolvl")
 
 
