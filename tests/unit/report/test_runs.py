@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from tests.refusals import refused
 
 from apexrl.collectors.init_states import RolloutStats
 from apexrl.errors import RunDirError
@@ -101,7 +102,7 @@ def test_what_is_no_run_is_named(tmp_path: Path, kind: str) -> None:
         path.mkdir()
     elif kind == "file":
         path.write_text("")
-    with pytest.raises(RunDirError, match=rf"{path} is not a run directory"):
+    with refused(RunDirError, path):
         find_runs([path])
 
 
