@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import refused
 from tests.scripted import ScriptedEnv
 
 from apexrl.agent import Trainer, TrainingConfig, checkpoint
@@ -80,7 +81,7 @@ def test_the_exception_of_a_handler_stops_the_run_and_a_checkpoint_is_saved(even
             raise HandlerError("on purpose")
 
     trainer.add_callback(event, handler)
-    with pytest.raises(HandlerError, match="on purpose"):
+    with refused(HandlerError, "on purpose"):
         trainer.learn(800)
     assert calls == 3
     finished = 3 if event in ("post_update", "post_iteration") else 2

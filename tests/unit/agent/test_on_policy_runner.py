@@ -10,6 +10,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import torch
+from tests.refusals import refused
 from tests.scripted import ScriptedEnv
 from torch import Tensor
 
@@ -278,14 +279,14 @@ def test_step_tables_need_a_directory() -> None:
     runner = make_runner()
     _, _, rows = runner.rollout(None, 3, record_step_data=True)
     assert rows is not None
-    with pytest.raises(ConfigError, match="log_dir"):
+    with refused(ConfigError, "log_dir"):
         runner.save_step_csvs(rows)
-    with pytest.raises(ConfigError, match="record_step_data=True"):
+    with refused(ConfigError, "record_step_data=True"):
         runner.save_step_csvs(None)
     runner.save_step_csv = True
-    with pytest.raises(ConfigError, match="save_step_csv needs a directory"):
+    with refused(ConfigError, "save_step_csv", "directory"):
         runner.eval(2)
-    with pytest.raises(ConfigError, match="save_step_csv needs a directory"):
+    with refused(ConfigError, "save_step_csv", "directory"):
         Trainer(runner.env, runner.policy, runner.agent, save_step_csv=True)
 
 
@@ -296,11 +297,11 @@ def box(size: int) -> gym.spaces.Box:
 @pytest.mark.parametrize(
     ("observation_space", "action_space", "named"),
     [
-        (box(2), gym.spaces.Discrete(3), r"actions Discrete\(3\)"),
-        (box(2), gym.spaces.MultiDiscrete([2]), r"actions MultiDiscrete"),
-        (box(2), box(2), r"actions Box\(-1.0, 1.0, \(2,\)"),
-        (box(3), box(1), r"observations \{'observation': \(3,\)\}"),
-        (gym.spaces.Dict({"policy": box(2)}), box(1), r"observations \{'policy': \(2,\)\}"),
+        (box(2), gym.spaces.Discrete(3), "Discrete(3)"),
+        (box(2), gym.spaces.MultiDiscrete([2]), "MultiDiscrete([2])"),
+        (box(2), box(2), "Box(-1.0, 1.0, (2,), float32)"),
+        (box(3), box(1), "{'observation': (3,)}"),
+        (gym.spaces.Dict({"policy": box(2)}), box(1), "{'policy': (2,)}"),
     ],
     ids=str,
 )
@@ -308,7 +309,7 @@ def test_an_agent_made_for_another_environment_is_refused(
     observation_space: gym.Space[Any], action_space: gym.Space[Any], named: str
 ) -> None:
     agent = PPO(policy=ActorCritic(observation_space, action_space))
-    with pytest.raises(ConfigError, match=rf"made for {named}.*ScriptedEnv.*for_env"):
+    with refused(ConfigError, named, "ScriptedEnv", "for_env"):
         OnPolicyRunner(ScriptedEnv([20], [True]), agent=agent)
 
 
@@ -353,7 +354,7 @@ def test_a_policy_function_may_return_the_action_alone() -> None:
     runner.rollout(env.reset(), 2, envs=env, policy_fn=lambda obs: torch.ones(2, 1), collect_for_training=False)
     assert [action.tolist() for action in seen] == [[[1.0], [1.0]]] * 2
     for wrong in (None, torch.ones(3, 1), torch.tensor(1.0)):
-        with pytest.raises(ConfigError, match="policy_fn must return"):
+        with refused(ConfigError, "policy_fn"):
             runner.rollout(env.reset(), 2, envs=env, policy_fn=lambda obs, wrong=wrong: (wrong, None))  # type: ignore[misc]
 
 
@@ -365,7 +366,7 @@ def test_observations_come_as_simulators_give_them_and_for_every_environment() -
         _, batch, _ = runner.rollout(form(obs), 3)
         assert batch is not None
         assert torch.equal(batch["observation"][0], obs)
-    with pytest.raises(ConfigError, match=r"observations of \[3\] environments, but there are 2"):
+    with refused(ConfigError, "observations", "[3]", 2):
         runner.rollout(torch.zeros(3, 2), 3)
 
 

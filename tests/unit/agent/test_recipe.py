@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import refused
 from tests.scripted import ScriptedEnv
 
 from apexrl import (
@@ -102,15 +103,15 @@ def saved(trainer: Trainer, path: Path, **changes: Any) -> Path:
 
 def test_what_is_not_of_the_package_is_refused_with_how_to_load_it_in_python(tmp_path: Path) -> None:
     path, env = tmp_path / "model.pt", make_env("pendulum", 2)
-    refused = {
-        r"actor_class '.*test_recipe.OwnActor'": OnPolicyRunner(env, actor_class=OwnActor),
-        r"\(ScriptedEnv\) that make_env did not create": OnPolicyRunner(ScriptedEnv([3], [False])),
-        r"a policy that for_env did not create": OnPolicyRunner(
+    foreign = {
+        ("actor_class", "test_recipe.OwnActor"): OnPolicyRunner(env, actor_class=OwnActor),
+        ("ScriptedEnv", "make_env"): OnPolicyRunner(ScriptedEnv([3], [False])),
+        ("policy", "for_env"): OnPolicyRunner(
             env, agent=PPO(policy=ActorCritic(env.observation_space, env.action_space))
         ),
     }
-    for text, runner in refused.items():
-        with pytest.raises(CheckpointError, match=rf"{text}.*load it in Python.*load_checkpoint\('{path}'\)"):
+    for named, runner in foreign.items():
+        with refused(CheckpointError, *named, f"load_checkpoint('{path}')"):
             load_trained(runner.save_checkpoint(path))
 
 
@@ -132,7 +133,7 @@ def test_a_checkpoint_imports_nothing_of_its_choice(
     (tmp_path / "evil_module.py").write_text("raise SystemExit('code of a checkpoint was run')")
     monkeypatch.syspath_prepend(str(tmp_path))
     path = saved(ppo(make_env("pendulum", 2)), tmp_path / "model.pt", **changes)
-    with pytest.raises(CheckpointError, match=r"load it in Python"):
+    with refused(CheckpointError, path, "in Python"):
         load_trained(path)
     assert "evil_module" not in sys.modules
 
@@ -140,7 +141,7 @@ def test_a_checkpoint_imports_nothing_of_its_choice(
 @pytest.mark.parametrize("changes", [{"policy": 5}, {"options": 3}, {"task": {}}, {"task": [1]}, {"algorithm": None}])
 def test_a_damaged_recipe_is_one_error(changes: dict[str, Any], tmp_path: Path) -> None:
     path = saved(ppo(make_env("pendulum", 2)), tmp_path / "model.pt", **changes)
-    with pytest.raises(CheckpointError, match="'recipe' does not fit"):
+    with refused(CheckpointError, path, "'recipe'"):
         load_trained(path)
 
 
@@ -149,5 +150,5 @@ def test_a_checkpoint_of_an_older_runner_says_how_to_load_it(tmp_path: Path) -> 
     content = checkpoint.load(path)
     del content[RECIPE]
     checkpoint.save(path, content)
-    with pytest.raises(CheckpointError, match="does not say how its policy was created: load it in Python"):
+    with refused(CheckpointError, path, "policy", "in Python"):
         load_trained(path)
