@@ -21,13 +21,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from apexrl.core.errors import ApexRLError
+from apexrl.core.types import DONE, OBSERVATION, REWARD
 from apexrl.envs import VecEnv
-from apexrl.errors import ApexRLError
 from apexrl.policies import Policy, ROAPolicy
 from apexrl.rollout import make_actor, rollout
-from apexrl.run import TrainedPolicy, load_trained, make_task
-from apexrl.sections import TaskConfig
-from apexrl.types import DONE, OBSERVATION, REWARD
+from apexrl.run.build import make_task
+from apexrl.run.sections import TaskConfig
+from apexrl.run.trained_policy import TrainedPolicy, load_trained
 
 EPISODES, SEED, ABLATION_SEED = 256, 12345, 777
 LARGE_CHANGES: dict[str, dict[str, Any]] = {

@@ -28,14 +28,15 @@ import report
 import torch
 
 from apexrl.agent import checkpoint
-from apexrl.config import load_config
-from apexrl.demos import record_demos
-from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.collectors.demonstrations.record import record_demos
+from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.envs.suites.metaworld import MetaWorldSuite
-from apexrl.evaluation import EvaluationResult, evaluate
-from apexrl.run import load_trained, make_trainer
-from apexrl.sections import SuiteConfig
-from apexrl.suite_run import make_suite_env
+from apexrl.evaluation.evaluate import EvaluationResult, evaluate
+from apexrl.run.build import make_trainer
+from apexrl.run.loading import load_config
+from apexrl.run.sections import SuiteConfig
+from apexrl.run.suite import make_suite_env
+from apexrl.run.trained_policy import load_trained
 
 PER_TASK = {"mt10": 50, "camera": 400}
 

@@ -27,9 +27,9 @@ import torch
 
 from apexrl.algorithms import PPO, PPOConfig
 from apexrl.collectors import SyncCollector
+from apexrl.core.system.acceleration import Acceleration
 from apexrl.envs import make_env
-from apexrl.envs.mujoco_simulation import num_cores
-from apexrl.graphs import Acceleration
+from apexrl.envs.mujoco.simulation import num_cores
 from apexrl.policies import ActorCritic
 
 

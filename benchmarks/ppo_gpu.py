@@ -30,12 +30,12 @@ import torch
 from torch import Tensor, nn
 
 from apexrl.agent import Trainer, TrainingConfig
+from apexrl.agent.loggers import JsonlLogger
 from apexrl.algorithms import PPO, PPOConfig
 from apexrl.collectors import SyncCollector
+from apexrl.core.metrics import MetricSpec
+from apexrl.core.system.acceleration import Acceleration
 from apexrl.envs.tasks.base import TensorTask, Transition
-from apexrl.graphs import Acceleration
-from apexrl.loggers import JsonlLogger
-from apexrl.metrics import MetricSpec
 from apexrl.policies import ActorCritic
 
 OBS, ACT, STEPS, EPOCHS, MINIBATCHES, HORIZON = 48, 12, 24, 5, 4, 1000

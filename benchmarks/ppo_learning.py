@@ -34,10 +34,11 @@ from scipy import stats
 
 from apexrl import PPO, PPOConfig, SyncCollector, Trainer
 from apexrl.agent import TrainingConfig
-from apexrl.config import Config, load_config
-from apexrl.graphs import Acceleration
-from apexrl.run import make_policy, make_task
-from apexrl.sections import PolicyConfig
+from apexrl.core.system.acceleration import Acceleration
+from apexrl.run.build import make_policy, make_task
+from apexrl.run.config import Config
+from apexrl.run.loading import load_config
+from apexrl.run.sections import PolicyConfig
 
 PRESETS = {"HalfCheetah-v5": "halfcheetah_ppo", "Hopper-v5": "hopper_ppo", "Walker2d-v5": "walker2d_ppo"}
 SEEDS = tuple(range(100, 110))

@@ -21,10 +21,10 @@ import torch
 from apexrl.agent import Trainer, TrainingConfig
 from apexrl.algorithms import PPO, PPOConfig
 from apexrl.collectors import SyncCollector
-from apexrl.config import load_config
+from apexrl.core.system.acceleration import Acceleration
 from apexrl.envs import make_env
-from apexrl.graphs import Acceleration
-from apexrl.run import make_policy
+from apexrl.run.build import make_policy
+from apexrl.run.loading import load_config
 
 MODES = {
     "eager": Acceleration(graphs=False),

@@ -19,7 +19,7 @@ import report
 import torch
 from ppo_gpu import STEPS, make_ours
 
-from apexrl.graphs import Acceleration
+from apexrl.core.system.acceleration import Acceleration
 
 MODES = {
     "eager": Acceleration(precision="tf32", graphs=False),

@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 import report
 
-from apexrl.config import Config, make_config
-from apexrl.demos import record_demos
+from apexrl.agent.loggers import Logger
+from apexrl.collectors.demonstrations.record import record_demos
+from apexrl.core.functional.intervals import wilson_interval
 from apexrl.envs.suites import make_suite
-from apexrl.evaluation import EvaluationResult
-from apexrl.intervals import wilson_interval
-from apexrl.loggers import Logger
-from apexrl.run import start
+from apexrl.evaluation.evaluate import EvaluationResult
+from apexrl.run.config import Config, make_config
+from apexrl.run.directory import start
 
 NAME = "ript_one_task"
 ITERATIONS, EVALUATE_EVERY, EPISODES, GOAL = 15, 3, 50, 0.9

@@ -37,16 +37,17 @@ from torch import Tensor, nn
 
 from apexrl import PPO, PPOROA, ActorCritic, PPOConfig, PPOROAConfig, ROAPolicy, SyncCollector, Trainer, make_env
 from apexrl.agent import TrainingConfig
-from apexrl.config import Config, load_config
+from apexrl.core.functional.intervals import mean_interval
+from apexrl.core.system.acceleration import Acceleration
+from apexrl.core.types import OBS_KEY, OBSERVATION
 from apexrl.envs import VecEnv
-from apexrl.graphs import Acceleration
-from apexrl.intervals import mean_interval
-from apexrl.models import MLPActor
 from apexrl.policies import Policy
+from apexrl.policies.networks import MLPActor
 from apexrl.rollout import make_actor, rollout
-from apexrl.run import make_policy
-from apexrl.sections import PolicyConfig
-from apexrl.types import OBS_KEY, OBSERVATION
+from apexrl.run.build import make_policy
+from apexrl.run.config import Config
+from apexrl.run.loading import load_config
+from apexrl.run.sections import PolicyConfig
 
 
 @dataclass(frozen=True, kw_only=True)

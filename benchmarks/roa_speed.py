@@ -18,10 +18,10 @@ import report
 import torch
 
 from apexrl import PPO, PPOROA, ActorCritic, PPOConfig, PPOROAConfig, SyncCollector, make_env
-from apexrl.config import load_config
-from apexrl.graphs import Acceleration
-from apexrl.run import make_policy
-from apexrl.sections import PolicyConfig
+from apexrl.core.system.acceleration import Acceleration
+from apexrl.run.build import make_policy
+from apexrl.run.loading import load_config
+from apexrl.run.sections import PolicyConfig
 
 
 def seconds(algorithm: Any, env: Any, iters: int) -> float:

@@ -23,9 +23,9 @@ import torch
 from apexrl import SAC, SACConfig, Trainer, make_env
 from apexrl.agent import TrainingConfig
 from apexrl.collectors import SyncCollector
-from apexrl.config import load_config
-from apexrl.graphs import Acceleration
-from apexrl.run import make_policy
+from apexrl.core.system.acceleration import Acceleration
+from apexrl.run.build import make_policy
+from apexrl.run.loading import load_config
 
 TASK = "HalfCheetah-v5"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

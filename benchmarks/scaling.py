@@ -30,12 +30,12 @@ import torch
 
 from apexrl import PPO, ActorCritic, PPOConfig, make_env
 from apexrl.collectors import SyncCollector
-from apexrl.collectors.ray_ import RayCollector
-from apexrl.collectors.ray_session import RaySession, join, pack, weights_of
+from apexrl.collectors.ray.collector import RayCollector
+from apexrl.collectors.ray.session import RaySession, join, pack, weights_of
 from apexrl.collectors.sync import add_values
+from apexrl.core.metrics import EpisodeMetrics, fold_episodes
+from apexrl.core.types import EnvStep, Observation
 from apexrl.envs import VecEnv
-from apexrl.metrics import EpisodeMetrics, fold_episodes
-from apexrl.types import EnvStep, Observation
 
 FETCH = "gymnasium_robotics:FetchReachDense-v4"
 WAITING = "waiting"

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import imageio.v2 as imageio
-from PIL import Image
-
 from apexrl.plots import plot_runs
+from PIL import Image
 
 IMAGES = Path(__file__).parent / "images"
 FRAMES = (0, 8, 14, 20, 28, 60)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from apexrl.errors import ConfigError
+from apexrl.core.errors import ConfigError
 
 
 class Refusal(NamedTuple):

@@ -9,9 +9,9 @@ import gymnasium as gym
 import torch
 from torch import Tensor
 
+from apexrl.core.metrics import MetricSpec
+from apexrl.core.types import EnvStep
 from apexrl.envs import VecEnv
-from apexrl.metrics import MetricSpec
-from apexrl.types import EnvStep
 
 
 class ScriptedEnv(VecEnv):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apexrl.cli import main
+from apexrl.cli.main import main
+from apexrl.core.system.json_lines import read_json_lines
 from apexrl.envs import VecEnv
-from apexrl.loggers import read_json_lines
 from apexrl.policies import ActorCritic
 from apexrl.rollout import rollout
 

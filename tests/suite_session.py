@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from apexrl.cli import main
-from apexrl.demos import record_demos
+from apexrl.cli.main import main
+from apexrl.collectors.demonstrations.record import record_demos
 from apexrl.envs.suites import make_suite
 
 TASKS = ("handle-press-v3", "handle-press-side-v3")

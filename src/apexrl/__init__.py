@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from apexrl.algorithms import PPOROAConfig as PPOROAConfig
     from apexrl.algorithms import RLOOConfig as RLOOConfig
     from apexrl.algorithms import SACConfig as SACConfig
-    from apexrl.buffers import ReplayBuffer as ReplayBuffer
+    from apexrl.algorithms.replay import ReplayBuffer as ReplayBuffer
     from apexrl.collectors import AsyncCollector as AsyncCollector
     from apexrl.collectors import BaseCollector as BaseCollector
     from apexrl.collectors import InitStateDataset as InitStateDataset
@@ -30,10 +30,13 @@ if TYPE_CHECKING:
     from apexrl.collectors import RolloutStats as RolloutStats
     from apexrl.collectors import SuiteRunner as SuiteRunner
     from apexrl.collectors import SyncCollector as SyncCollector
-    from apexrl.config import Config as Config
-    from apexrl.config import load_config as load_config
-    from apexrl.demo_samples import load_demos as load_demos
-    from apexrl.demos import record_demos as record_demos
+    from apexrl.collectors.demonstrations.record import record_demos as record_demos
+    from apexrl.collectors.demonstrations.samples import load_demos as load_demos
+    from apexrl.core.metrics import EpisodeMetrics as EpisodeMetrics
+    from apexrl.core.metrics import MetricSpec as MetricSpec
+    from apexrl.core.metrics import aggregate_metrics as aggregate_metrics
+    from apexrl.core.types import EnvStep as EnvStep
+    from apexrl.core.types import PolicyOutput as PolicyOutput
     from apexrl.envs import GymVecEnv as GymVecEnv
     from apexrl.envs import MujocoVecEnv as MujocoVecEnv
     from apexrl.envs import RslVecEnv as RslVecEnv
@@ -41,18 +44,12 @@ if TYPE_CHECKING:
     from apexrl.envs import check_env as check_env
     from apexrl.envs import get_metric_specs_from_env as get_metric_specs_from_env
     from apexrl.envs import make_env as make_env
-    from apexrl.envs.suite_env import SuiteVecEnv as SuiteVecEnv
     from apexrl.envs.suites import TaskSuite as TaskSuite
     from apexrl.envs.suites import make_suite as make_suite
-    from apexrl.evaluation import EvaluationResult as EvaluationResult
-    from apexrl.evaluation import evaluate as evaluate
-    from apexrl.evaluation import record_video as record_video
-    from apexrl.metrics import EpisodeMetrics as EpisodeMetrics
-    from apexrl.metrics import MetricSpec as MetricSpec
-    from apexrl.metrics import aggregate_metrics as aggregate_metrics
-    from apexrl.models import MLPActor as MLPActor
-    from apexrl.models import MLPCritic as MLPCritic
-    from apexrl.models import QEnsemble as QEnsemble
+    from apexrl.envs.suites.env import SuiteVecEnv as SuiteVecEnv
+    from apexrl.evaluation.evaluate import EvaluationResult as EvaluationResult
+    from apexrl.evaluation.evaluate import evaluate as evaluate
+    from apexrl.evaluation.video import record_video as record_video
     from apexrl.policies import ActorCritic as ActorCritic
     from apexrl.policies import PI0_CFG_Adapter as PI0_CFG_Adapter
     from apexrl.policies import Policy as Policy
@@ -60,8 +57,11 @@ if TYPE_CHECKING:
     from apexrl.policies import ROAPolicy as ROAPolicy
     from apexrl.policies import SACPolicy as SACPolicy
     from apexrl.policies import VLAPolicy as VLAPolicy
-    from apexrl.types import EnvStep as EnvStep
-    from apexrl.types import PolicyOutput as PolicyOutput
+    from apexrl.policies.networks import MLPActor as MLPActor
+    from apexrl.policies.networks import MLPCritic as MLPCritic
+    from apexrl.policies.networks import QEnsemble as QEnsemble
+    from apexrl.run.config import Config as Config
+    from apexrl.run.loading import load_config as load_config
 
 __version__ = "0.1.0"
 
@@ -81,7 +81,7 @@ _HOME = {
         "SAC",
         "SACConfig",
     ),
-    "buffers": ("ReplayBuffer",),
+    "algorithms.replay": ("ReplayBuffer",),
     "collectors": (
         "AsyncCollector",
         "BaseCollector",
@@ -93,15 +93,18 @@ _HOME = {
         "SuiteRunner",
         "SyncCollector",
     ),
-    "config": ("Config", "load_config"),
-    "demo_samples": ("load_demos",),
-    "demos": ("record_demos",),
+    "run.config": ("Config",),
+    "run.loading": ("load_config",),
+    "collectors.demonstrations.samples": ("load_demos",),
+    "collectors.demonstrations.record": ("record_demos",),
     "envs": ("GymVecEnv", "MujocoVecEnv", "RslVecEnv", "VecEnv", "check_env", "get_metric_specs_from_env", "make_env"),
-    "envs.suite_env": ("SuiteVecEnv",),
+    "envs.suites.env": ("SuiteVecEnv",),
     "envs.suites": ("TaskSuite", "make_suite"),
-    "evaluation": ("EvaluationResult", "evaluate", "record_video"),
-    "metrics": ("EpisodeMetrics", "MetricSpec", "aggregate_metrics"),
-    "models": ("MLPActor", "MLPCritic", "QEnsemble"),
+    "core.result": ("EvaluationResult",),
+    "evaluation.evaluate": ("evaluate",),
+    "evaluation.video": ("record_video",),
+    "core.metrics": ("EpisodeMetrics", "MetricSpec", "aggregate_metrics"),
+    "policies.networks": ("MLPActor", "MLPCritic", "QEnsemble"),
     "policies": (
         "ActorCritic",
         "PI0_CFG_Adapter",
@@ -111,7 +114,7 @@ _HOME = {
         "SACPolicy",
         "VLAPolicy",
     ),
-    "types": ("EnvStep", "PolicyOutput"),
+    "core.types": ("EnvStep", "PolicyOutput"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted([*_MODULE_OF, "__version__"])

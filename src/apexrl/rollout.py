@@ -10,12 +10,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.envs.base import RunningEpisodes, VecEnv, choose
-from apexrl.errors import ConfigError
-from apexrl.metrics import begun_before
-from apexrl.policies.base import Policy
-from apexrl.policies.exploration import NOISE_KEYS
-from apexrl.types import (
+from apexrl.core.errors import ConfigError
+from apexrl.core.metrics import begun_before
+from apexrl.core.types import (
     ACTION,
     DONE,
     METRIC,
@@ -29,6 +26,9 @@ from apexrl.types import (
     EnvStep,
     Observation,
 )
+from apexrl.envs.base import RunningEpisodes, VecEnv, choose
+from apexrl.policies.base import Policy
+from apexrl.policies.exploration import NOISE_KEYS
 
 LOG = "log"
 OUTCOME_KEYS = frozenset({REWARD, TERMINATED, TRUNCATED, DONE})

@@ -26,11 +26,11 @@ from tests.refusals import REFUSALS, Refusal, names
 
 from apexrl.agent import checkpoint
 from apexrl.algorithms import PPOConfig
-from apexrl.cli import main
-from apexrl.config import load_config, preset_names
+from apexrl.cli.main import main
+from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.migrations import CHECKPOINT_FORMAT
 from apexrl.envs.tasks import TASKS
-from apexrl.loggers import read_json_lines
-from apexrl.migrations import CHECKPOINT_FORMAT
+from apexrl.run.loading import load_config, preset_names
 
 TINY = [
     "--task.num_envs", "4",

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from apexrl.agent import checkpoint
-from apexrl.cli import main
-from apexrl.config import load_config
-from apexrl.loggers import read_json_lines
-from apexrl.run import start
+from apexrl.cli.main import main
+from apexrl.core.system.json_lines import read_json_lines
+from apexrl.run.directory import start
+from apexrl.run.loading import load_config
 
 TINY = {
     "task.num_envs": "4",

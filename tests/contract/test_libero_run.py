@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from tests.suite_session import entries, train
 
-from apexrl.cli import main
+from apexrl.cli.main import main
 from apexrl.collectors.init_states import hash_init_state
+from apexrl.core.system.json_lines import read_json_lines
 from apexrl.envs.suites import make_suite
 from apexrl.envs.suites.libero import ASSETS_VARIABLE
-from apexrl.loggers import read_json_lines
 
 WHY_NOT = (
     f"{ASSETS_VARIABLE} does not name LIBERO's scene files"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import apexrl
-from apexrl.cli import main
+from apexrl.cli.main import main
 
 TRAIN = [
     "--task.num_envs", "8",

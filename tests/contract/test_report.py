@@ -20,11 +20,11 @@ from tests.unit.report.test_page import Reader
 from tests.unit.report.test_runs import evaluate_run, make_run
 
 from apexrl import ActorCritic, make_env, record_video
-from apexrl.cli import main
+from apexrl.cli.main import main
 from apexrl.collectors.init_states import RolloutStats
-from apexrl.loggers import read_json_lines
-from apexrl.provenance import add_start
-from apexrl.report.page import show
+from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.provenance import add_start
+from apexrl.experiments.report.page import show
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {

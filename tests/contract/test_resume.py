@@ -23,10 +23,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from apexrl.agent import checkpoint
-from apexrl.loggers import read_json_lines
+from apexrl.core.system.json_lines import read_json_lines
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["apexrl.cli", "apexrl.run", "apexrl.plots", "torch.utils.tensorboard", "pytest"])
+FORKS.set_forkserver_preload(
+    ["apexrl.cli", "apexrl.run.directory", "apexrl.experiments.plots", "torch.utils.tensorboard", "pytest"]
+)
 
 COMMON = {
     "policy.hidden_dims": "[8]",
@@ -99,8 +101,8 @@ class Kill:
     when: Literal["before", "after"] = "after"
 
 
-LINE, EVALUATION_RECORD = "apexrl.loggers.jsonl:append_json_line", "apexrl.agent.trainer:append_json_line"
-SAVE, EVALUATION_ROLLOUT = "apexrl.agent.checkpoint:save", "apexrl.evaluation:rollout"
+LINE, EVALUATION_RECORD = "apexrl.core.system.json_lines:append_json_line", "apexrl.agent.trainer:append_json_line"
+SAVE, EVALUATION_ROLLOUT = "apexrl.agent.checkpoint:save", "apexrl.evaluation.evaluate:rollout"
 UPDATE = "apexrl:PPO.update"
 
 AFTER_LINE_2 = Kill(LINE, 2)
@@ -139,7 +141,7 @@ def arm(kill: Kill) -> None:
 
 
 def _run_command(arguments: list[str], kill: Kill | None, output: str) -> None:
-    from apexrl.cli import main
+    from apexrl.cli.main import main
 
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)

@@ -21,19 +21,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import apexrl
 from apexrl import RLOOConfig, make_suite
-from apexrl.cli import main
+from apexrl.cli.main import main
 from apexrl.collectors import InitStateDataset, RolloutGenerator, SuiteRunner
 from apexrl.collectors.init_states import hash_init_state
-from apexrl.config import load_config
-from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.core.errors import EnvError
+from apexrl.core.functional.rloo import leave_one_out
+from apexrl.core.system.json_lines import read_json_lines
 from apexrl.envs.suites.base import TaskSuite
-from apexrl.errors import EnvError
-from apexrl.functional.rloo import leave_one_out
-from apexrl.loggers import read_json_lines
+from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.policies import Policy
 from apexrl.policies.vla import PI0_CFG_Adapter, VLAPolicy
-from apexrl.run import load_trained
-from apexrl.sections import SuiteConfig
+from apexrl.run.loading import load_config
+from apexrl.run.sections import SuiteConfig
+from apexrl.run.trained_policy import load_trained
 
 CHUNK, HORIZON, GROUP_SIZE = 5, 45, 4
 

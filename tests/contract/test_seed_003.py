@@ -33,10 +33,10 @@ from apexrl import (
     VLAPolicy,
     make_env,
 )
-from apexrl.config import load_config
-from apexrl.errors import ConfigError, EnvError
-from apexrl.metrics import EpisodeMetrics
-from apexrl.run import make_policy
+from apexrl.core.errors import ConfigError, EnvError
+from apexrl.core.metrics import EpisodeMetrics
+from apexrl.run.build import make_policy
+from apexrl.run.loading import load_config
 
 
 def test_the_complete_training_flow(capsys: pytest.CaptureFixture[str]) -> None:

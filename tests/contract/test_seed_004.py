@@ -16,11 +16,11 @@ from apexrl.agent.on_policy_runner import OnPolicyRunner
 from apexrl.algorithms import ppo
 from apexrl.algorithms.ppo import PPO, PPOConfig
 from apexrl.algorithms.ppo_roa import PPOROA, PPOROAConfig
+from apexrl.core.errors import CheckpointError, ConfigError
+from apexrl.core.system.json_lines import read_json_lines
 from apexrl.envs import RslVecEnv, make_env
-from apexrl.errors import CheckpointError, ConfigError
-from apexrl.loggers import read_json_lines
-from apexrl.models import MLPActor, MLPCritic
 from apexrl.policies import RecurrentActorCritic, ROAPolicy
+from apexrl.policies.networks import MLPActor, MLPCritic
 
 
 class WalkingRobot:

@@ -18,12 +18,12 @@ import pytest
 import yaml
 from PIL import Image
 
-from apexrl import jobs, seeds
-from apexrl.cli import main
-from apexrl.config import load_config
-from apexrl.errors import FewSamplesWarning
-from apexrl.files import DirectoryLock
-from apexrl.loggers import read_json_lines
+from apexrl.cli.main import main
+from apexrl.core.errors import FewSamplesWarning
+from apexrl.core.system.files import DirectoryLock
+from apexrl.core.system.json_lines import read_json_lines
+from apexrl.experiments import jobs, seeds
+from apexrl.run.loading import load_config
 
 TINY = {
     "task.id": "cartpole",

@@ -26,15 +26,18 @@ from tests.point_suite import PointSuite
 from tests.refusals import refused
 from tests.suite_session import FAILING, RLOO, SMALL, TASKS, entries, imitate, options, train
 
-from apexrl import BC, demos, run, suite_run
+from apexrl import BC
 from apexrl.agent import checkpoint
-from apexrl.cli import main
-from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.cli.main import main
+from apexrl.collectors.demonstrations import record as demos
+from apexrl.core.errors import ConfigError
+from apexrl.core.system.json_lines import read_json_lines
 from apexrl.envs.suites.base import Split
+from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.envs.suites.metaworld import MetaWorldSuite
-from apexrl.errors import ConfigError
-from apexrl.loggers import read_json_lines
-from apexrl.sections import SuiteConfig
+from apexrl.run import directory, trained_policy
+from apexrl.run import suite as suite_run
+from apexrl.run.sections import SuiteConfig
 
 CLOCK = ("time/", "collect/seconds", "collect/control_steps_per_second", "collect/envs_")
 """Names of numbers that depend on the clock, or on which simulators a process has already made."""
@@ -50,7 +53,7 @@ KILLED = {
 IMITATED = {"task.num_demos": "1", "algo.imitation_updates": "12", "algo.imitation_batch_size": "8"}
 """On top of RLOO: it begins with a short imitation of demonstrations that it records."""
 UPDATE, IMITATION_UPDATE, STATS = "apexrl:RLOO.update", "apexrl:BC.update", "apexrl:RolloutStats.write"
-RECORDED = "apexrl.demos:Recorded"
+RECORDED = "apexrl.collectors.demonstrations.record:Recorded"
 """What is made once the file of a task is written."""
 
 
@@ -152,7 +155,7 @@ def test_demos_shows_others_what_a_policy_did(bc: Path, tmp_path: Path, capsys: 
     assert main([*arguments, "--start", "3", "--proprioception", "--output", str(tmp_path)]) == 0
     assert "2 demonstrations" in capsys.readouterr().out
     suite = MetaWorldSuite(f"metaworld:{TASKS[0]}", (TASKS[0],), horizon=45)
-    (plans,) = run.load_trained(bc).plans(suite, 2, start=3)
+    (plans,) = trained_policy.load_trained(bc).plans(suite, 2, start=3)
     assert min(plans) >= 3
     with h5py.File(tmp_path / f"{TASKS[0]}_demo.hdf5") as file:
         assert json.loads(file["data"].attrs["env_args"])["env_kwargs"]["horizon"] == 45  # of the policy's episodes
@@ -171,12 +174,12 @@ def test_a_policy_that_cannot_act_on_a_suite_is_refused(
             SuiteVecEnv(PointSuite(), 1) if task.benchmark_name == "points" else suite_run.make_suite_env(task, *rest)
         )
 
-    monkeypatch.setattr(run, "make_suite_env", make)
+    monkeypatch.setattr(trained_policy, "make_suite_env", make)
     with refused(ConfigError, "'points'", "observations or actions"):
-        run.load_trained(bc).plans(PointSuite(), 1)
+        trained_policy.load_trained(bc).plans(PointSuite(), 1)
     assert main(["train", "cartpole_ppo", "--training.total_timesteps", "64", "--run-dir", str(tmp_path / "ppo")]) == 0
     with refused(ConfigError, "'CartPole-v1'", "suite"):
-        run.load_trained(tmp_path / "ppo").plans(PointSuite(), 1)
+        trained_policy.load_trained(tmp_path / "ppo").plans(PointSuite(), 1)
 
 
 def test_demos_says_when_the_states_ran_out(
@@ -205,7 +208,7 @@ def test_a_lack_of_memory_names_what_a_suite_has(
     def out_of_memory(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(run, "start", out_of_memory)
+    monkeypatch.setattr(directory, "start", out_of_memory)
     assert main(["train", "mt10_rloo"]) == 2
     said = capsys.readouterr().err
     for name in ("task.num_parallel_envs", "task.max_cached_envs", "algo.minibatch_size", "algo.micro_batch_size"):

@@ -31,17 +31,17 @@ from apexrl import (
     SyncCollector,
     Trainer,
     VecEnv,
-    distributed,
     make_env,
 )
 from apexrl.agent import TrainingConfig
 from apexrl.agent.trainer import env_seed
-from apexrl.buffers import bounds
-from apexrl.errors import DivergenceError
-from apexrl.metrics import MetricSpec, merged_collection, merged_to_host
-from apexrl.models.distributions import DiagGaussian
+from apexrl.algorithms.minibatches import bounds
+from apexrl.core.errors import DivergenceError
+from apexrl.core.metrics import MetricSpec, merged_collection, merged_to_host
+from apexrl.core.system import distributed
+from apexrl.core.types import EnvStep
 from apexrl.policies import Policy
-from apexrl.types import EnvStep
+from apexrl.policies.networks.distributions import DiagGaussian
 
 NUM_PARTS = 2
 """Processes among which a case is split."""

@@ -13,16 +13,18 @@ import torch
 from tests.point_suite import PointSuite
 from tests.refusals import refused
 
-from apexrl import PPO, RLOO, ActorCritic, PPOConfig, RLOOConfig, Trainer, cli, distributed, make_env, run
+from apexrl import PPO, RLOO, ActorCritic, PPOConfig, RLOOConfig, Trainer, cli, make_env
 from apexrl.agent import TrainingConfig, checkpoint, signals
 from apexrl.agent.state import SLOW_ITERATION
 from apexrl.collectors import RolloutStats
-from apexrl.config import load_config
-from apexrl.envs.suite_env import SuiteVecEnv
-from apexrl.errors import CheckpointError, ConfigError
-from apexrl.metrics import Weighted, merged_collection, merged_to_host
-from apexrl.sections import SuiteConfig
-from apexrl.suite_run import ROLLOUT_STATS, begin_statistics, make_suite_collector, process_dir
+from apexrl.core.errors import CheckpointError, ConfigError
+from apexrl.core.metrics import Weighted, merged_collection, merged_to_host
+from apexrl.core.system import distributed
+from apexrl.envs.suites.env import SuiteVecEnv
+from apexrl.run import directory as run
+from apexrl.run.loading import load_config
+from apexrl.run.sections import SuiteConfig
+from apexrl.run.suite import ROLLOUT_STATS, begin_statistics, make_suite_collector, process_dir
 
 Pretend = Callable[[int, int], None]
 

@@ -21,8 +21,8 @@ from tests.distributed.cases import CASES
 from tests.distributed.commands import LIFT, options, start_alone
 
 from apexrl.agent import checkpoint
-from apexrl.cli import main
-from apexrl.loggers import read_json_lines
+from apexrl.cli.main import main
+from apexrl.core.system.json_lines import read_json_lines
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]

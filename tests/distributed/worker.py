@@ -12,7 +12,8 @@ import torch
 from tests.distributed.cases import CASES
 from tests.distributed.commands import commands
 
-from apexrl import cli, distributed
+from apexrl import cli
+from apexrl.core.system import distributed
 
 
 def run(directory: Path) -> None:

@@ -15,10 +15,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from apexrl import cli, config, demos, envs, jobs, plots, report, run
+from apexrl import cli, envs
 from apexrl.algorithms import ALGORITHMS
-from apexrl.config import CHOICES, SECTIONS, field_help
-from apexrl.errors import ApexRLError
+from apexrl.collectors.demonstrations import record as demos
+from apexrl.core.errors import ApexRLError
+from apexrl.experiments import jobs, plots, report
+from apexrl.run import config, loading
+from apexrl.run import directory as run
+from apexrl.run.config import CHOICES, SECTIONS, field_help
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -138,7 +142,7 @@ def test_an_apexrl_command_is_understood(
     monkeypatch.setattr(report, "write_report", understood)
     monkeypatch.setattr(demos, "record_demos", understood)
     monkeypatch.setattr(envs, "make_env", understood)
-    monkeypatch.setattr(config, "preset_names", understood if words[0] == "list" else config.preset_names)
+    monkeypatch.setattr(config, "preset_names", understood if words[0] == "list" else loading.preset_names)
     if words[-1] == "--help":
         with pytest.raises(SystemExit) as left:
             cli.main(words)

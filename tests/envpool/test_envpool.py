@@ -11,9 +11,9 @@ from gymnasium import spaces
 from tests.refusals import refused
 from tests.simulator_session import assert_the_bootstrap_sees_the_true_successor, logged, train
 
-from apexrl.cli import main
+from apexrl.cli.main import main
+from apexrl.core.errors import EnvError
 from apexrl.envs import check_env, make_env
-from apexrl.errors import EnvError
 
 pytest.importorskip("envpool", reason="envpool has an environment of its own: make test-envpool")
 HALFCHEETAH = "envpool/HalfCheetah-v5"

@@ -15,12 +15,12 @@ import torch
 from tests.point_suite import PointSuite
 
 from apexrl import BC, RLOO, ActorCritic, BCConfig, RLOOConfig, RolloutGenerator, SuiteRunner, Trainer, TrainingConfig
-from apexrl.config import load_config
-from apexrl.demo_samples import load_demos
-from apexrl.demos import record_demos
-from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.collectors.demonstrations.record import record_demos
+from apexrl.collectors.demonstrations.samples import load_demos
+from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.policies.vla import VLAPolicy
-from apexrl.run import make_trainer
+from apexrl.run.build import make_trainer
+from apexrl.run.loading import load_config
 
 PATH = Path(__file__).parent / "traces.json"
 PRESETS: dict[str, tuple[str, dict[str, str]]] = {

@@ -24,7 +24,7 @@ from apexrl import (
     make_env,
 )
 from apexrl.agent import TrainingConfig
-from apexrl.graphs import WARM_UP_CALLS, Acceleration, Captured
+from apexrl.core.system.acceleration import WARM_UP_CALLS, Acceleration, Captured
 
 pytestmark = pytest.mark.gpu
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tests.point_suite import PointSuite
 
-from apexrl import suite_run
-from apexrl.config import load_config
-from apexrl.run import start
+from apexrl.run import suite as suite_run
+from apexrl.run.directory import start
+from apexrl.run.loading import load_config
 
 SETTINGS = {
     "task.num_parallel_envs": "32",

@@ -13,9 +13,9 @@ from tests.learning.tasks import DictTask, MultiBinaryTask, MultiDiscreteTask, P
 
 from apexrl import PPO, ActorCritic, GymVecEnv, Policy, PPOConfig, RecurrentActorCritic, Trainer, VecEnv, make_env
 from apexrl.agent import TrainingConfig
-from apexrl.config import load_config
-from apexrl.evaluation import EvaluationResult
-from apexrl.run import make_policy, make_trainer
+from apexrl.evaluation.evaluate import EvaluationResult
+from apexrl.run.build import make_policy, make_trainer
+from apexrl.run.loading import load_config
 
 pytestmark = pytest.mark.learning
 FAST = PPOConfig(num_steps=16, num_epochs=4, num_minibatches=4, learning_rate=3e-3, gamma=0.5, entropy_coef=0.01)

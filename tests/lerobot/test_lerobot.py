@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from tests.refusals import refused
 from torch import Tensor
 
-from apexrl.errors import ConfigError
+from apexrl.core.errors import ConfigError
 from apexrl.policies.vla import LeRobotPolicy, encode_instruction
 
 pytest.importorskip("lerobot", reason="LeRobot has an environment of its own: make test-lerobot")

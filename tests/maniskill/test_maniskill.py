@@ -15,10 +15,10 @@ from tensordict import TensorDict
 from tests.refusals import refused
 from tests.simulator_session import assert_the_bootstrap_sees_the_true_successor, logged, train
 
-from apexrl.cli import main
+from apexrl.cli.main import main
+from apexrl.core.errors import EnvError
+from apexrl.core.metrics import EpisodeMetrics, fold_episodes
 from apexrl.envs import ManiSkillVecEnv, check_env, make_env
-from apexrl.errors import EnvError
-from apexrl.metrics import EpisodeMetrics, fold_episodes
 from apexrl.rollout import rollout
 
 pytest.importorskip("mani_skill", reason="ManiSkill has an environment of its own: make test-maniskill")

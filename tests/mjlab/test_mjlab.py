@@ -18,9 +18,9 @@ from tensordict import TensorDict
 from tests.refusals import refused
 from tests.simulator_session import assert_the_bootstrap_sees_the_true_successor, logged, train
 
-from apexrl.cli import main
+from apexrl.cli.main import main
+from apexrl.core.errors import EnvError
 from apexrl.envs import LabSimulator, RslVecEnv, VecEnv, check_env, make_env
-from apexrl.errors import EnvError
 from apexrl.rollout import rollout
 
 pytest.importorskip("mjlab", reason="mjlab has an environment of its own: make test-mjlab")

@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from tests.torture.harness import Line, Outcome, Report, command, use_points
 
-from apexrl.cli import main
-from apexrl.config import SECTIONS, Config, load_config, preset_names, read_source, section_class
-from apexrl.errors import ConfigError
+from apexrl.cli.main import main
+from apexrl.core.errors import ConfigError
+from apexrl.run.config import SECTIONS, Config, section_class
+from apexrl.run.loading import load_config, preset_names, read_source
 
 JUNK = (
     "", " ", "abc", "null", "~", "[]", "{}", "[1,", "{a: 1}", "nan", ".nan", ".inf", "-.inf", "1e400", "-1", "0", "0.0",

@@ -11,7 +11,7 @@ from tests.torture import faults
 from tests.torture.harness import Outcome, Report, TinyRun, command, output_of
 
 from apexrl.agent import checkpoint
-from apexrl.loggers import read_json_lines
+from apexrl.core.system.json_lines import read_json_lines
 
 WORKERS = {"task.num_workers": "2"}
 BACKGROUND = {"training.collector": "async", "training.max_staleness": "0", "training.step_timeout": "3"}
@@ -51,7 +51,7 @@ def _problem(run_dir: Path, outcome: Outcome, part: str) -> str:
     if part not in said or named is None or said.count("apexrl: ") != 1:
         return f"{run_dir.name}: the message lacks '{part}' or the last checkpoint: {outcome.said[-900:]}"
     # What a worker raised is shown with the worker's own traceback; ours never is.
-    if 'apexrl/cli.py", line' in outcome.said:
+    if 'apexrl/cli/main.py", line' in outcome.said:
         return f"{run_dir.name}: a traceback: {outcome.said[-900:]}"
     newest = checkpoint.latest(run_dir / "checkpoints")
     if newest != Path(named[1]):

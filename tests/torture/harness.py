@@ -13,14 +13,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import apexrl.suite_run
 import torch
 from tests.contract.test_resume import LIFT, ROA, SAC, options
 from tests.torture import faults
 
-import apexrl.suite_run
 from apexrl.agent import checkpoint
-from apexrl.errors import CheckpointError
-from apexrl.loggers import read_json_lines
+from apexrl.core.errors import CheckpointError
+from apexrl.core.system.json_lines import read_json_lines
 
 FAULTY = {name: value for name, value in LIFT.items() if not name.startswith("task.kwargs")} | {
     "task.id": faults.NAME,
@@ -32,7 +32,13 @@ CLOCK = ("time/", "collect/seconds", "collect/control_steps_per_second", "collec
 """Names of numbers that depend on the clock, or on which simulators a process has already made."""
 PATIENCE = 120.0
 """Seconds after which a command counts as hanging."""
-PRELOAD = ["apexrl.cli", "apexrl.run", "apexrl.plots", "torch.utils.tensorboard", "tests.torture.harness"]
+PRELOAD = [
+    "apexrl.cli",
+    "apexrl.run.directory",
+    "apexrl.experiments.plots",
+    "torch.utils.tensorboard",
+    "tests.torture.harness",
+]
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(PRELOAD)
 context: Any = FORKSERVER
@@ -98,7 +104,7 @@ class Outcome:
 
 
 def _child(arguments: Sequence[str], output: str, preparations: Sequence[Preparation]) -> None:
-    from apexrl.cli import main
+    from apexrl.cli.main import main
 
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
@@ -241,7 +247,7 @@ def first_difference(ours: Any, theirs: Any, where: str) -> str:
 
 def use_points() -> None:
     """Let every suite be the one that steps in microseconds."""
-    apexrl.suite_run.make_suite = lambda *_, **__: faults.FaultySuite()  # type: ignore[attr-defined]
+    apexrl.run.suite.make_suite = lambda *_, **__: faults.FaultySuite()  # type: ignore[attr-defined]
 
 
 def tiny_runs() -> dict[str, TinyRun]:

@@ -17,9 +17,9 @@ import torch
 from tests.torture.harness import Line, Outcome, Preparation, Report, TinyRun, end, launch, output_of, unreadable
 
 import apexrl.evaluation
-from apexrl import files
 from apexrl.agent import checkpoint
-from apexrl.loggers import read_json_lines
+from apexrl.core.system import files
+from apexrl.core.system.json_lines import read_json_lines
 
 MOST_SECONDS = 5.0
 """That SIGTERM may take."""
@@ -194,7 +194,7 @@ def slow_updates(seconds: float) -> None:
 
 def slow_evaluations(seconds: float) -> None:
     """Let every step of an evaluation take this long."""
-    original: Any = vars(apexrl.evaluation)["make_actor"]
+    original: Any = vars(apexrl.evaluation.evaluate)["make_actor"]
 
     def make_actor(*arguments: Any, **options: Any) -> Any:
         actor = original(*arguments, **options)
@@ -205,7 +205,7 @@ def slow_evaluations(seconds: float) -> None:
 
         return act
 
-    vars(apexrl.evaluation)["make_actor"] = make_actor
+    vars(apexrl.evaluation.evaluate)["make_actor"] = make_actor
 
 
 def rivals(report: Report, work: Path, run: TinyRun, count: int, draw: random.Random) -> None:

@@ -13,10 +13,11 @@ from adaptation import main as plot_adaptation
 from PIL import Image
 from tests.refusals import refused
 
-from apexrl import ActorCritic, ROAPolicy, make_env, run
-from apexrl.cli import main
+from apexrl import ActorCritic, ROAPolicy, make_env
+from apexrl.cli.main import main
 from apexrl.envs.tasks import TASKS, Payload
-from apexrl.sections import TaskConfig
+from apexrl.run import trained_policy
+from apexrl.run.sections import TaskConfig
 
 SMALL = {
     "task.num_envs": "8", "policy.hidden_dims": "[8]", "policy.adapt_dims": "[8]", "algo.num_steps": "8",
@@ -55,7 +56,7 @@ def test_a_run_that_does_not_exist_is_named(
 
 
 def test_a_run_whose_own_physics_change_is_drawn_too(roa: Path) -> None:
-    trained = run.load_trained(roa)
+    trained = trained_policy.load_trained(roa)
     assert isinstance(trained.config.task, TaskConfig)
     own = {"change_step": 3, "change": "mass", "change_to": {"mass": 3.0}, "fixed": {"gain": 0.5, "drag": 1.0}}
     kwargs = {**trained.config.task.kwargs, **own}
@@ -85,7 +86,7 @@ def test_the_feature_ends_with_the_episode(monkeypatch: pytest.MonkeyPatch, roa:
             closed.append(self)
 
     monkeypatch.setitem(TASKS, "payload", Short)
-    trained = run.load_trained(roa)
+    trained = trained_policy.load_trained(roa)
     opened.clear()
     closed.clear()
     adaptation = compare(trained, episodes=3)
@@ -97,7 +98,7 @@ def test_the_feature_ends_with_the_episode(monkeypatch: pytest.MonkeyPatch, roa:
 
 
 def test_the_motors_change_in_the_middle_and_the_true_feature_with_them(roa: Path) -> None:
-    adaptation = compare(run.load_trained(roa), episodes=4)
+    adaptation = compare(trained_policy.load_trained(roa), episodes=4)
     assert set(adaptation.rewards) == {"teacher", "student", "student, latent fixed"}
     step = adaptation.change_step
     assert 0 < step < len(adaptation.true)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from tests.refusals import refused
 
-from apexrl.compare import compare
-from apexrl.errors import ConfigError
-from apexrl.evaluation_result import EvaluationResult
+from apexrl.core.errors import ConfigError
+from apexrl.core.result import EvaluationResult
+from apexrl.evaluation.compare import compare
 
 
 def result(returns: list[float], *, ids: list[int] | None = None, **more: Any) -> EvaluationResult:

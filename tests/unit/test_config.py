@@ -17,25 +17,14 @@ from tests.refusals import REFUSALS, Refusal, refused
 
 import apexrl
 from apexrl.algorithms import PPOConfig
-from apexrl.cli import main
-from apexrl.config import (
-    SECTIONS,
-    Config,
-    field_help,
-    field_paths,
-    load_config,
-    make_config,
-    parse_yaml,
-    preset_names,
-    preset_summary,
-    read_source,
-    with_overrides,
-)
-from apexrl.errors import ConfigError, EnvError
-from apexrl.metrics import MetricSpec
+from apexrl.cli.main import main
+from apexrl.core.errors import ConfigError, EnvError
+from apexrl.core.metrics import MetricSpec
 from apexrl.policies.vla.policy import FREEZABLE
-from apexrl.run import make_task
-from apexrl.sections import PolicyConfig, TaskConfig, VLAConfig
+from apexrl.run.build import make_task
+from apexrl.run.config import SECTIONS, Config, field_help, field_paths, make_config
+from apexrl.run.loading import load_config, parse_yaml, preset_names, preset_summary, read_source, with_overrides
+from apexrl.run.sections import PolicyConfig, TaskConfig, VLAConfig
 
 PRESETS = ["cartpole_ppo", "halfcheetah_ppo", "hopper_ppo", "lift_ppo", "pendulum_ppo", "walker2d_ppo"]
 VLA = {"kind": "vla"}

@@ -13,9 +13,9 @@ import torch
 from tests.point_suite import PointSuite
 from tests.refusals import refused
 
-from apexrl.demo_samples import load_demos
-from apexrl.demos import record_demos
-from apexrl.errors import ConfigError
+from apexrl.collectors.demonstrations.record import record_demos
+from apexrl.collectors.demonstrations.samples import load_demos
+from apexrl.core.errors import ConfigError
 
 
 def write(path: Path, actions: Any, obs: dict[str, Any], **attributes: Any) -> None:

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from tests.point_suite import GOALS, PointSimulator, PointSuite
 from tests.refusals import refused
 
-from apexrl.demo_samples import load_demos
-from apexrl.demos import Recorded, record_demos
+from apexrl.collectors.demonstrations.record import Recorded, record_demos
+from apexrl.collectors.demonstrations.samples import load_demos
+from apexrl.core.errors import ConfigError, EnvError
 from apexrl.envs.suites.base import Simulator
-from apexrl.errors import ConfigError, EnvError
 
 
 class _Clumsy(PointSimulator):

@@ -14,13 +14,13 @@ from tests.refusals import refused
 from tests.scripted import ScriptedEnv
 from torch import Tensor
 
+from apexrl.core.errors import EnvError
 from apexrl.envs import GymVecEnv, RslVecEnv, VecEnv, check_env, make_env
-from apexrl.envs.mujoco import MujocoVecEnv
+from apexrl.envs.mujoco.env import MujocoVecEnv
 from apexrl.envs.separate import SeparateEnvs
-from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.envs.suites import InitState, make_suite
-from apexrl.errors import EnvError
-from apexrl.evaluation import EvaluationResult, evaluate, evaluate_starts, group_size
+from apexrl.envs.suites.env import SuiteVecEnv
+from apexrl.evaluation.evaluate import EvaluationResult, evaluate, evaluate_starts, group_size
 from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic, ROAPolicy
 from apexrl.policies.vla import VLAPolicy
 

@@ -14,11 +14,13 @@ from tests.refusals import refused
 from tests.scripted import ScriptedEnv
 from torch import Tensor
 
+from apexrl.core.errors import EnvError
+from apexrl.core.types import EnvStep
 from apexrl.envs import make_env
-from apexrl.errors import EnvError
-from apexrl.evaluation import EvaluationResult, evaluate, record_video, save_step_csvs
+from apexrl.evaluation.evaluate import EvaluationResult, evaluate
+from apexrl.evaluation.step_csv import save_step_csvs
+from apexrl.evaluation.video import record_video
 from apexrl.policies import ActorCritic, RecurrentActorCritic
-from apexrl.types import EnvStep
 
 
 def policy_for(env: ScriptedEnv) -> ActorCritic:

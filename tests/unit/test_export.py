@@ -22,15 +22,18 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl import export, export_card, run
-from apexrl.cli import main
-from apexrl.config import load_config
+from apexrl.cli.main import main
+from apexrl.core.observations import leaves
+from apexrl.core.types import Carry
+from apexrl.deploy import card as export_card
+from apexrl.deploy import export
 from apexrl.envs import make_env
-from apexrl.models.encoder import leaves
 from apexrl.policies import ActorCritic
 from apexrl.rollout import initial_state, make_actor, rollout
-from apexrl.sections import TaskConfig
-from apexrl.types import Carry
+from apexrl.run import directory as run
+from apexrl.run import trained_policy
+from apexrl.run.loading import load_config
+from apexrl.run.sections import TaskConfig
 
 FEW = {
     "task.num_envs": "4",
@@ -193,7 +196,7 @@ def test_a_file_acts_as_the_policy_on_observations_of_the_task(
     kind: str, name: str, exported: Callable[[str], Path]
 ) -> None:
     run_dir = exported(kind)
-    trained, model = run.load_trained(run_dir), MODELS[name](run_dir)
+    trained, model = trained_policy.load_trained(run_dir), MODELS[name](run_dir)
     env = trained.make_env(7)
     carry: Carry = {"observation": env.reset(seed=5)}
     batch, _ = rollout(env, make_actor(trained.policy, env.device), carry, 40, keep={"observation"})
@@ -221,7 +224,7 @@ def test_memory_that_the_caller_carries_gives_the_same_episodes(
     kind: str, name: str, num_envs: int, exported: Callable[[str], Path]
 ) -> None:
     run_dir = exported(kind)
-    trained, model = run.load_trained(run_dir), MODELS[name](run_dir)
+    trained, model = trained_policy.load_trained(run_dir), MODELS[name](run_dir)
 
     def deployed(carry: Carry) -> dict[str, Tensor]:
         found = {**leaves(carry["observation"]), "hidden": carry["hidden"]}
@@ -256,7 +259,7 @@ def test_the_model_clips_as_the_environment_does(name: str, exported: Callable[[
 
 def test_the_student_of_roa_is_the_slow_copy(exported: Callable[[str], Path]) -> None:
     run_dir = exported("roa mlp")
-    policy = run.load_trained(run_dir).policy
+    policy = trained_policy.load_trained(run_dir).policy
     inputs = [torch.randn(5, 96), torch.randn(5, 2), torch.randn(5, 1)]
     obs = TensorDict(dict(zip(INPUTS["roa mlp"], inputs, strict=True)), batch_size=[5])
     found = onnx_model(run_dir)(inputs)[0]
@@ -289,7 +292,7 @@ def test_a_privileged_group_is_no_input(kind: str, exported: Callable[[str], Pat
 
 def test_a_file_holds_the_actor_alone(exported: Callable[[str], Path]) -> None:
     run_dir = exported("cartpole")
-    actor: Any = run.load_trained(run_dir).policy.actor
+    actor: Any = trained_policy.load_trained(run_dir).policy.actor
     graph = onnx.load(run_dir / "export" / "policy.onnx").graph
     numbers = sum(int(np.prod(tensor.dims)) for tensor in graph.initializer)
     assert numbers == sum(parameter.numel() for parameter in actor.parameters())
@@ -300,7 +303,7 @@ def test_a_file_holds_the_actor_alone(exported: Callable[[str], Path]) -> None:
 
 def test_the_card_says_what_the_files_are(exported: Callable[[str], Path]) -> None:
     run_dir = exported("roa gru")
-    card, trained = card_of(run_dir), run.load_trained(run_dir)
+    card, trained = card_of(run_dir), trained_policy.load_trained(run_dir)
     assert card["format"] == 1
     assert card["apexrl"] == "0.1.0"
     assert card["algorithm"] == "ppo_roa"
@@ -329,7 +332,7 @@ def test_the_card_says_what_the_files_are(exported: Callable[[str], Path]) -> No
 
 @pytest.mark.parametrize("kind", ["roa mlp", "gru"])
 def test_the_files_are_tried_across_a_reset(kind: str, exported: Callable[[str], Path]) -> None:
-    trained = run.load_trained(exported(kind))
+    trained = trained_policy.load_trained(exported(kind))
     batch = export.record(trained.make_env(2), trained.policy)
     ends = batch["done"].squeeze(-1).any(-1).nonzero().flatten()
     assert len(ends) >= 1

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tests.refusals import refused
 
-from apexrl.errors import RunDirError
-from apexrl.files import DirectoryLock, remove_parts, replace_text, replacing, writing
+from apexrl.core.errors import RunDirError
+from apexrl.core.system.files import DirectoryLock, remove_parts, replace_text, replacing, writing
 
 
 def names(directory: Path) -> list[str]:
@@ -70,7 +70,7 @@ def test_a_directory_has_one_writer_and_another_after_it(tmp_path: Path) -> None
 
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from apexrl.files import DirectoryLock\n"
+        "import os, signal, sys; from pathlib import Path; from apexrl.core.system.files import DirectoryLock\n"
         "DirectoryLock(Path(sys.argv[1])).acquire(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from apexrl import PPO, ActorCritic, PPOConfig, RecurrentActorCritic, SyncCollector, make_env
-from apexrl.graphs import WARM_UP_CALLS, Acceleration, Captured, Compiled, Stopwatch
+from apexrl.core.system.acceleration import WARM_UP_CALLS, Acceleration, Captured, Compiled, Stopwatch
 
 
 def weights_after(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from apexrl.errors import FewSamplesWarning
-from apexrl.intervals import (
+from apexrl.core.errors import FewSamplesWarning
+from apexrl.core.functional.intervals import (
     iqm,
     iqm_interval,
     mcnemar_test,

@@ -66,5 +66,5 @@ def test_training_needs_none_of_the_extras() -> None:
     import sys
 
     extras = ("mujoco", "pygame", "gymnasium_robotics", "metaworld", "h5py", "wandb", "ray", "onnx", "plotly", "optuna")
-    code = f"import sys\nsys.modules.update(dict.fromkeys({extras}))\nimport apexrl.run"
+    code = f"import sys\nsys.modules.update(dict.fromkeys({extras}))\nimport apexrl.run.directory"
     subprocess.run([sys.executable, "-c", code], check=True)

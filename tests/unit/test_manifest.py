@@ -7,10 +7,10 @@ import pytest
 from tests.point_suite import PointSuite
 from tests.refusals import refused
 
+from apexrl.core.errors import ConfigError
 from apexrl.envs import make_env
-from apexrl.envs.suite_env import SuiteVecEnv
-from apexrl.errors import ConfigError
-from apexrl.manifest import Manifest, SeedEpisode, StateEpisode, make_manifest
+from apexrl.envs.suites.env import SuiteVecEnv
+from apexrl.evaluation.manifest import Manifest, SeedEpisode, StateEpisode, make_manifest
 
 
 def suite_env(num_tasks: int = 2, num_states: int = 6) -> SuiteVecEnv:

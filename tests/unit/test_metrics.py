@@ -5,9 +5,8 @@ import torch
 from tests.refusals import refused
 from torch import Tensor
 
-from apexrl import distributed
-from apexrl.errors import ConfigError
-from apexrl.metrics import (
+from apexrl.core.errors import ConfigError
+from apexrl.core.metrics import (
     EpisodeMetrics,
     MetricSpec,
     Reduce,
@@ -18,6 +17,7 @@ from apexrl.metrics import (
     to_host,
     training_log_names,
 )
+from apexrl.core.system import distributed
 
 
 def steps(*values: float | bool) -> Tensor:

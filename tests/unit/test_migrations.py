@@ -14,13 +14,11 @@ import pytest
 import torch
 from tests.refusals import refused
 
-from apexrl import migrations, run
 from apexrl.agent import checkpoint
 from apexrl.algorithms import ALGORITHMS, BCConfig, RLOOConfig
-from apexrl.config import SECTIONS, load_config, make_config, preset_names, read_config
-from apexrl.envs import make_env
-from apexrl.errors import CheckpointError, ConfigError
-from apexrl.migrations import (
+from apexrl.core.errors import CheckpointError, ConfigError
+from apexrl.core.system import migrations
+from apexrl.core.system.migrations import (
     CHECKPOINT_FORMAT,
     CONFIG_VERSION,
     FIRST_CHECKPOINT_FORMAT,
@@ -29,7 +27,12 @@ from apexrl.migrations import (
     migrated_checkpoint,
     migrated_config,
 )
-from apexrl.sections import PolicyConfig
+from apexrl.envs import make_env
+from apexrl.run import build
+from apexrl.run import directory as run
+from apexrl.run.config import SECTIONS, make_config
+from apexrl.run.loading import load_config, preset_names, read_config
+from apexrl.run.sections import PolicyConfig
 
 FIELDS = Path(__file__).parents[1] / "fields.json"
 SMALL = {"policy.hidden_dims": "[4]", "training.device": "cpu", "features.save_video": "false"}
@@ -154,7 +157,7 @@ def checkpoint_fields(directory: Path) -> set[str]:
         content["config"], content["algorithm"]["config"] = {}, {}
         found |= {f"{name}{key}" for key in _keys(content)}
     for cfg in (RLOOConfig(kl_coef=0.1, collapse_ratio=0.5), BCConfig()):  # of suites, whose environments have no state
-        policy = run.make_policy(PolicyConfig(hidden_dims=(4,)), make_env("lift", 1), torch.device("cpu"), cfg)
+        policy = build.make_policy(PolicyConfig(hidden_dims=(4,)), make_env("lift", 1), torch.device("cpu"), cfg)
         algorithm: Any = ALGORITHMS[cfg.name][0]
         state = {**algorithm(policy=policy, cfg=cfg).state_dict(), "config": {}}
         found |= {f"{cfg.name}/algorithm{key}" for key in _keys(state)}

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from apexrl.optim import FlatAdam
+from apexrl.algorithms.optimizer import FlatAdam
 
 
 def network(seed: int = 0) -> nn.Sequential:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from apexrl import plots
-from apexrl.cli import main
-from apexrl.records import read_log
-from apexrl.seeds import SeedRun, SeedRuns
+from apexrl.cli.main import main
+from apexrl.experiments import plots
+from apexrl.experiments.seeds import SeedRun, SeedRuns
+from apexrl.run.records import read_log
 
 FILES = ("metrics.jsonl", "evaluations.jsonl")
 WRONG: tuple[Any, ...] = (

@@ -14,9 +14,9 @@ from tensordict import TensorDict
 from tests.refusals import refused
 from torch import Tensor
 
-from apexrl.buffers import FINAL_SPACING, ReplayBuffer
-from apexrl.errors import ConfigError
-from apexrl.graphs import Captured
+from apexrl.algorithms.replay import FINAL_SPACING, ReplayBuffer
+from apexrl.core.errors import ConfigError
+from apexrl.core.system.acceleration import Captured
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 import apexrl
 from apexrl import PPO, ActorCritic, OnPolicyRunner, SyncCollector
-from apexrl.errors import ConfigError, EnvError
+from apexrl.core.errors import ConfigError, EnvError
+from apexrl.core.types import Carry, EnvStep
 from apexrl.rollout import rollout
-from apexrl.types import Carry, EnvStep
 
 
 def constant_actor(carry: Carry) -> dict[str, Tensor]:

@@ -8,16 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from apexrl import ActorCritic, distributed, evaluate, make_env
+from apexrl import ActorCritic, evaluate, make_env
 from apexrl.agent import checkpoint
 from apexrl.agent.trainer import env_seed
-from apexrl.collectors.ray_ import _Worker
-from apexrl.collectors.ray_session import weights_of
+from apexrl.collectors.ray.collector import _Worker
+from apexrl.collectors.ray.session import weights_of
+from apexrl.core.system import distributed
+from apexrl.core.system.seeding import ENV, POLICY, spawn_seed, spawn_seeds
+from apexrl.core.types import Observation
 from apexrl.envs import VecEnv
 from apexrl.envs.separate import SeparateEnvs
-from apexrl.evaluation import evaluate_starts
-from apexrl.seeding import ENV, POLICY, spawn_seed, spawn_seeds
-from apexrl.types import Observation
+from apexrl.evaluation.evaluate import evaluate_starts
 
 
 def rows(obs: Observation) -> list[tuple[float, ...]]:

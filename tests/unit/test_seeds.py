@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from tests.refusals import refused
 
-from apexrl import seeds
-from apexrl.errors import ConfigError, FewSamplesWarning, RunDirError
-from apexrl.loggers import append_json_line
-from apexrl.records import read_log
-from apexrl.seeds import SeedRun, SeedRuns, curve, parse_seeds, summary
+from apexrl.core.errors import ConfigError, FewSamplesWarning, RunDirError
+from apexrl.core.system.json_lines import append_json_line
+from apexrl.experiments import seeds
+from apexrl.experiments.seeds import SeedRun, SeedRuns, curve, parse_seeds, summary
+from apexrl.run.records import read_log
 
 
 def test_the_summary_has_mean_and_interval_and_one_seed_has_none() -> None:

@@ -13,14 +13,14 @@ from tests.point_suite import GOALS, PointSimulator, PointSuite
 
 from apexrl import ActorCritic, TrainingConfig
 from apexrl.algorithms import BC, BCConfig, RLOOConfig
-from apexrl.config import load_config
-from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.core.system.json_lines import append_json_line
 from apexrl.envs.suites.base import Simulator, Split
-from apexrl.evaluation import evaluate
-from apexrl.loggers import append_json_line
+from apexrl.envs.suites.env import SuiteVecEnv
+from apexrl.evaluation.evaluate import evaluate
 from apexrl.policies import VLAPolicy
-from apexrl.sections import SuiteConfig
-from apexrl.suite_run import explore_with, imitation_config, suite_training, write_final_results
+from apexrl.run.loading import load_config
+from apexrl.run.sections import SuiteConfig
+from apexrl.run.suite import explore_with, imitation_config, suite_training, write_final_results
 
 
 def test_every_task_is_evaluated_as_often_as_the_others() -> None:

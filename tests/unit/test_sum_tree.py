@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from apexrl.sum_tree import FANOUT, SumTree
+from apexrl.algorithms.sum_tree import FANOUT, SumTree
 
 
 def doubles(*values: float) -> Tensor:

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from tests.refusals import refused
 
-from apexrl.config import preset_dir
-from apexrl.errors import ConfigError
-from apexrl.sweep import Sweep, check_same, stored_sweep
-from apexrl.sweep_file import as_text, read_sweep, sweep_from
+from apexrl.core.errors import ConfigError
+from apexrl.experiments.sweep import Sweep, check_same, stored_sweep
+from apexrl.experiments.sweep_file import as_text, read_sweep, sweep_from
+from apexrl.run.loading import preset_dir
 
 GOOD: dict[str, Any] = {
     "preset": "cartpole_ppo",

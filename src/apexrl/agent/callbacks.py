@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from apexrl.errors import ConfigError, did_you_mean
+from apexrl.core.errors import ConfigError, did_you_mean
 
 EVENTS = ("pre_iteration", "post_iteration", "pre_rollout", "post_rollout", "pre_update", "post_update")
 

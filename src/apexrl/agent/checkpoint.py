@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from apexrl import files
-from apexrl.errors import CheckpointError, EnvStateError
-from apexrl.migrations import CHECKPOINT_FORMAT, migrated_checkpoint
+from apexrl.core.errors import CheckpointError, EnvStateError
+from apexrl.core.system import files
+from apexrl.core.system.migrations import CHECKPOINT_FORMAT, migrated_checkpoint
 
 KEYS: dict[str, tuple[type, ...]] = {
     "policy": (dict,),

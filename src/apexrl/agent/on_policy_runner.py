@@ -14,22 +14,24 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl import distributed, files
+from apexrl.agent.loggers import JsonlLogger, Logger, TensorBoardLogger
 from apexrl.agent.trainer import Trainer, TrainingConfig
 from apexrl.algorithms import ALGORITHMS, PPO, BaseAlgorithm
 from apexrl.algorithms.base import find_device
 from apexrl.collectors.sync import SyncCollector, add_values
+from apexrl.core.errors import ConfigError, did_you_mean
+from apexrl.core.metrics import EpisodeMetrics, fold_episodes
+from apexrl.core.observations import leaves
+from apexrl.core.system import distributed, files
+from apexrl.core.system.json_lines import cut_json_lines
+from apexrl.core.types import ACTION, OBSERVATION, SAMPLE_LOG_PROB, Actor, Carry, Observation
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.envs.base import RunningEpisodes
-from apexrl.errors import ConfigError, did_you_mean
-from apexrl.evaluation import EvaluationResult, StepRows, extend_rows, save_step_csvs
-from apexrl.loggers import JsonlLogger, Logger, TensorBoardLogger, cut_json_lines
-from apexrl.metrics import EpisodeMetrics, fold_episodes
-from apexrl.models import MLPActor, MLPCritic
-from apexrl.models.encoder import leaves
+from apexrl.evaluation.evaluate import EvaluationResult, StepRows
+from apexrl.evaluation.step_csv import extend_rows, save_step_csvs
 from apexrl.policies.base import Policy
+from apexrl.policies.networks import MLPActor, MLPCritic
 from apexrl.rollout import continued, make_actor, new_episodes, rollout
-from apexrl.types import ACTION, OBSERVATION, SAMPLE_LOG_PROB, Actor, Carry, Observation
 
 PolicyFunction = Callable[[Observation], tuple[Tensor | None, ...] | Tensor]
 

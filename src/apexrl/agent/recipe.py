@@ -13,11 +13,11 @@ from typing import Any
 
 from apexrl.agent.schedule import TrainingConfig
 from apexrl.algorithms import ALGORITHMS, BaseAlgorithm
+from apexrl.core.errors import CheckpointError
+from apexrl.core.system.migrations import CONFIG_VERSION, VERSION
 from apexrl.envs import VecEnv
-from apexrl.errors import CheckpointError
-from apexrl.migrations import CONFIG_VERSION, VERSION
-from apexrl.models import MLPActor, MLPCritic, QEnsemble
 from apexrl.policies import Policy
+from apexrl.policies.networks import MLPActor, MLPCritic, QEnsemble
 
 RECIPE = "recipe"
 """Key of a checkpoint that was saved without a whole configuration."""

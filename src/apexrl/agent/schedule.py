@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from apexrl import distributed
-from apexrl.errors import ConfigError
-from apexrl.seeding import ENV, spawn_seed
+from apexrl.core.errors import ConfigError
+from apexrl.core.system import distributed
+from apexrl.core.system.seeding import ENV, spawn_seed
 
 EVAL_SEED_OFFSET = 1_000_003
 """Evaluation episodes are drawn from seeds that training does not use."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from apexrl import distributed
+from apexrl.core.system import distributed
 
 PATIENCE = 1.5
 """Seconds that SIGTERM leaves to the running iteration: who sends it kills soon after."""

@@ -11,15 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from apexrl import distributed
 from apexrl.agent import checkpoint
+from apexrl.agent.loggers import ConsoleLogger, Logger
 from apexrl.agent.recipe import RECIPE, write_recipe
 from apexrl.agent.schedule import TrainingConfig, env_seed
 from apexrl.algorithms.base import BaseAlgorithm
 from apexrl.collectors.base import BaseCollector
+from apexrl.core.errors import CheckpointError, EnvStateError, RunDirError
+from apexrl.core.system import distributed
 from apexrl.envs import VecEnv
-from apexrl.errors import CheckpointError, EnvStateError, RunDirError
-from apexrl.loggers import ConsoleLogger, Logger
 from apexrl.policies.base import Policy
 
 SLOW_ITERATION, SNAPSHOT_SHARE, MAX_SNAPSHOT_BYTES = 0.5, 0.05, 2**30

@@ -14,9 +14,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl import distributed, files
 from apexrl.agent import checkpoint
 from apexrl.agent.callbacks import Callbacks
+from apexrl.agent.loggers import Logger
 from apexrl.agent.schedule import EVAL_SEED_OFFSET as EVAL_SEED_OFFSET
 from apexrl.agent.schedule import TrainingConfig as TrainingConfig
 from apexrl.agent.schedule import env_seed as env_seed
@@ -26,20 +26,22 @@ from apexrl.algorithms.base import BaseAlgorithm
 from apexrl.algorithms.rloo import RLOO
 from apexrl.collectors.async_ import AsyncCollector
 from apexrl.collectors.base import BaseCollector
-from apexrl.collectors.rollout_generator import RolloutGenerator
-from apexrl.collectors.suite_runner import SuiteRunner
+from apexrl.collectors.episodes import SuiteRunner
+from apexrl.collectors.groups import RolloutGenerator
 from apexrl.collectors.sync import SyncCollector
+from apexrl.core.errors import ConfigError, DivergenceError, EnvError, RunDirError
+from apexrl.core.metrics import IDENTITY_FIELDS, Weighted, merged_collection, merged_to_host, training_log_names
+from apexrl.core.observations import leaves
+from apexrl.core.system import distributed, files
+from apexrl.core.system.acceleration import Acceleration, Stopwatch
+from apexrl.core.system.json_lines import append_json_line
+from apexrl.core.types import OBSERVATION, REWARD, VALID, VALUE, Observation
 from apexrl.envs import VecEnv, as_vec_env
-from apexrl.envs.suite_env import SuiteVecEnv
-from apexrl.errors import ConfigError, DivergenceError, EnvError, RunDirError
-from apexrl.evaluation import EvaluationResult, evaluate, save_step_csvs
-from apexrl.graphs import Acceleration, Stopwatch
-from apexrl.loggers import Logger, append_json_line
-from apexrl.metrics import IDENTITY_FIELDS, Weighted, merged_collection, merged_to_host, training_log_names
-from apexrl.models.encoder import leaves
+from apexrl.envs.suites.env import SuiteVecEnv
+from apexrl.evaluation.evaluate import EvaluationResult, evaluate
+from apexrl.evaluation.step_csv import save_step_csvs
 from apexrl.policies.base import Policy
 from apexrl.rollout import LOG
-from apexrl.types import OBSERVATION, REWARD, VALID, VALUE, Observation
 
 NO_GRAPHS = Acceleration(graphs=False)
 

@@ -11,11 +11,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl import distributed
-from apexrl.errors import ConfigError, DivergenceError, did_you_mean
-from apexrl.optim import FlatAdam
-from apexrl.policies.base import Policy
-from apexrl.types import (
+from apexrl.algorithms.optimizer import FlatAdam
+from apexrl.core.errors import ConfigError, DivergenceError, did_you_mean
+from apexrl.core.system import distributed
+from apexrl.core.types import (
     ACTION,
     DONE,
     NEXT_VALUE,
@@ -27,6 +26,7 @@ from apexrl.types import (
     VALUE,
     Observation,
 )
+from apexrl.policies.base import Policy
 
 MAX_BEHAVIOUR_WEIGHT = 2.0
 """Most that a sample of older weights counts for being likelier under the policy at the start of the update."""

@@ -12,15 +12,15 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.algorithms.base import BaseAlgorithm, Progress, check_types
-from apexrl.errors import ConfigError
-from apexrl.graphs import Acceleration
-from apexrl.models.encoder import leaves
-from apexrl.models.normalizer import RunningNormalizer
-from apexrl.optim import FlatAdam
+from apexrl.algorithms.optimizer import FlatAdam
+from apexrl.core.errors import ConfigError
+from apexrl.core.observations import leaves
+from apexrl.core.system.acceleration import Acceleration
+from apexrl.core.types import ACTION, OBSERVATION
 from apexrl.policies import ActorCritic, Policy
+from apexrl.policies.networks.normalizer import RunningNormalizer
 from apexrl.policies.vla import VALID_STEPS, VLAPolicy
 from apexrl.policies.vla.lerobot import LeRobotPolicy
-from apexrl.types import ACTION, OBSERVATION
 
 
 @dataclass(frozen=True, kw_only=True)

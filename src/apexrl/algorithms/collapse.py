@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from apexrl.optim import FlatAdam
+from apexrl.algorithms.optimizer import FlatAdam
 
 
 class CollapseGuard:

@@ -11,19 +11,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl import distributed
-from apexrl.algorithms.base import (
-    MAX_BEHAVIOUR_WEIGHT,
-    BaseAlgorithm,
-    Progress,
-    check_source,
-    check_types,
-    find_device,
-)
-from apexrl.buffers import bounds
-from apexrl.envs import VecEnv, as_vec_env
-from apexrl.errors import ConfigError
-from apexrl.functional import (
+from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, BaseAlgorithm, Progress, check_source, check_types, find_device
+from apexrl.algorithms.minibatches import bounds
+from apexrl.algorithms.optimizer import FlatAdam
+from apexrl.core.errors import ConfigError
+from apexrl.core.functional import (
     approx_kl,
     clipped_surrogate,
     explained_variance,
@@ -32,12 +24,9 @@ from apexrl.functional import (
     probability_ratio,
     value_loss,
 )
-from apexrl.graphs import Acceleration, Captured, Compiled
-from apexrl.models import MLPActor, MLPCritic, RewardScaler
-from apexrl.models.actor import ActionHead
-from apexrl.optim import FlatAdam
-from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic, SACPolicy, VLAPolicy
-from apexrl.types import (
+from apexrl.core.system import distributed
+from apexrl.core.system.acceleration import Acceleration, Captured, Compiled
+from apexrl.core.types import (
     ACTION,
     ADVANTAGE,
     DONE,
@@ -52,6 +41,10 @@ from apexrl.types import (
     VALUE,
     Evaluation,
 )
+from apexrl.envs import VecEnv, as_vec_env
+from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic, SACPolicy, VLAPolicy
+from apexrl.policies.networks import MLPActor, MLPCritic, RewardScaler
+from apexrl.policies.networks.actor import ActionHead
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,15 +14,15 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl.algorithms.base import Progress
+from apexrl.algorithms.minibatches import bounds
+from apexrl.algorithms.optimizer import FlatAdam, flatten
 from apexrl.algorithms.ppo import PPO, PPOConfig
-from apexrl.buffers import bounds
+from apexrl.core.errors import ConfigError
+from apexrl.core.system.acceleration import Acceleration, Compiled
+from apexrl.core.types import NEXT_OBSERVATION, NEXT_VALUE, OBS_KEY, OBSERVATION, VALUE, Carry, Observation
 from apexrl.envs import VecEnv
-from apexrl.errors import ConfigError
-from apexrl.graphs import Acceleration, Compiled
-from apexrl.models import MLPActor
-from apexrl.optim import FlatAdam, flatten
 from apexrl.policies import Policy, ROAPolicy
-from apexrl.types import NEXT_OBSERVATION, NEXT_VALUE, OBS_KEY, OBSERVATION, VALUE, Carry, Observation
+from apexrl.policies.networks import MLPActor
 
 Phase = Literal["train", "finetune"]
 

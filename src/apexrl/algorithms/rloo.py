@@ -12,20 +12,18 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl import distributed
 from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, BaseAlgorithm, Progress, check_types
 from apexrl.algorithms.bc import imitation_error
 from apexrl.algorithms.collapse import CollapseGuard
-from apexrl.buffers import bounds
-from apexrl.errors import ConfigError
-from apexrl.functional import approx_kl, probability_ratio
-from apexrl.functional.episodes import stack_episodes
-from apexrl.functional.rloo import group_std, leave_one_out, reverse_kl, surrogate
-from apexrl.graphs import Acceleration
-from apexrl.optim import FlatAdam
-from apexrl.policies import ActorCritic, Policy
-from apexrl.policies.vla import VALID_STEPS, PI0_CFG_Adapter, VLAPolicy
-from apexrl.types import (
+from apexrl.algorithms.minibatches import bounds
+from apexrl.algorithms.optimizer import FlatAdam
+from apexrl.core.errors import ConfigError
+from apexrl.core.functional import approx_kl, probability_ratio
+from apexrl.core.functional.episodes import stack_episodes
+from apexrl.core.functional.rloo import group_std, leave_one_out, reverse_kl, surrogate
+from apexrl.core.system import distributed
+from apexrl.core.system.acceleration import Acceleration
+from apexrl.core.types import (
     ACTION,
     ADVANTAGE,
     GROUP,
@@ -38,6 +36,8 @@ from apexrl.types import (
     SAMPLED_SUCCESS,
     VALID,
 )
+from apexrl.policies import ActorCritic, Policy
+from apexrl.policies.vla import VALID_STEPS, PI0_CFG_Adapter, VLAPolicy
 
 REFERENCE_LOG_PROB = "reference_log_prob"
 CONTROL_STEPS = "control_steps"

@@ -12,19 +12,19 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl import distributed
 from apexrl.algorithms.base import BaseAlgorithm, Progress, check_source, check_types, find_device
-from apexrl.buffers import ReplayBuffer
+from apexrl.algorithms.optimizer import FlatAdam, flatten
+from apexrl.algorithms.replay import ReplayBuffer
+from apexrl.core.errors import ConfigError
+from apexrl.core.functional import soft_target, temperature_gradient
+from apexrl.core.observations import leaves
+from apexrl.core.system import distributed
+from apexrl.core.system.acceleration import Acceleration, Captured, Compiled
+from apexrl.core.types import ACTION, NEXT_OBSERVATION, OBSERVATION, REWARD
 from apexrl.envs import as_vec_env
-from apexrl.errors import ConfigError
-from apexrl.functional import soft_target, temperature_gradient
-from apexrl.graphs import Acceleration, Captured, Compiled
-from apexrl.models import MLPActor, QEnsemble
-from apexrl.models.encoder import leaves
-from apexrl.optim import FlatAdam, flatten
 from apexrl.policies import Policy, SACPolicy
+from apexrl.policies.networks import MLPActor, QEnsemble
 from apexrl.rollout import left_alone
-from apexrl.types import ACTION, NEXT_OBSERVATION, OBSERVATION, REWARD
 
 MAX_CAPACITY = 10**12
 """Beyond what any machine holds: a typing mistake."""

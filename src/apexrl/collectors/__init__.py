@@ -2,11 +2,11 @@
 
 from apexrl.collectors.async_ import AsyncCollector
 from apexrl.collectors.base import BaseCollector
-from apexrl.collectors.demos import DemoCollector
+from apexrl.collectors.demonstrations.collector import DemoCollector
+from apexrl.collectors.episodes import SuiteRunner
+from apexrl.collectors.groups import RolloutGenerator
 from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, RolloutStats
-from apexrl.collectors.ray_ import RayCollector
-from apexrl.collectors.rollout_generator import RolloutGenerator
-from apexrl.collectors.suite_runner import SuiteRunner
+from apexrl.collectors.ray.collector import RayCollector
 from apexrl.collectors.sync import SyncCollector
 
 __all__ = [

@@ -20,16 +20,16 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.collectors.base import BaseCollector, Collected, WarmUp
-from apexrl.collectors.rollout_generator import RolloutGenerator
-from apexrl.collectors.suite_runner import SuiteRunner
+from apexrl.collectors.episodes import SuiteRunner
+from apexrl.collectors.groups import RolloutGenerator
 from apexrl.collectors.sync import SyncCollector
+from apexrl.core.errors import ConfigError, EnvError
+from apexrl.core.metrics import EpisodeMetrics
+from apexrl.core.system.acceleration import Acceleration
+from apexrl.core.types import POLICY_VERSION, VALUE
 from apexrl.envs import as_vec_env
-from apexrl.envs.suite_env import SuiteVecEnv
-from apexrl.errors import ConfigError, EnvError
-from apexrl.graphs import Acceleration
-from apexrl.metrics import EpisodeMetrics
+from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.policies.base import Policy
-from apexrl.types import POLICY_VERSION, VALUE
 
 _Inner = SyncCollector | RolloutGenerator
 

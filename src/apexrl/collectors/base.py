@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from tensordict import TensorDict
 
-from apexrl.metrics import EpisodeMetrics
+from apexrl.core.metrics import EpisodeMetrics
 from apexrl.policies.base import Policy
 
 

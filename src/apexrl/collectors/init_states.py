@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, _utils
 
-from apexrl import files
+from apexrl.core.errors import ConfigError, RunDirError
+from apexrl.core.system import files
 from apexrl.envs.suites.base import Split, TaskSuite, own_split
-from apexrl.errors import ConfigError, RunDirError
 
 HISTORY_LENGTH = 100
 """Outcomes remembered of each init state."""

@@ -12,13 +12,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.collectors.base import BaseCollector, Collected
+from apexrl.core.metrics import EpisodeMetrics, fold_episodes
+from apexrl.core.system.acceleration import Acceleration, Captured, Compiled
+from apexrl.core.types import DONE, METRIC, NEXT_OBSERVATION, NEXT_VALUE, PRE_TANH, REWARD, VALUE, Actor, Carry
 from apexrl.envs import as_vec_env
 from apexrl.envs.base import RunningEpisodes
-from apexrl.graphs import Acceleration, Captured, Compiled
-from apexrl.metrics import EpisodeMetrics, fold_episodes
 from apexrl.policies.base import Policy
 from apexrl.rollout import continued, make_actor, new_episodes, rollout
-from apexrl.types import DONE, METRIC, NEXT_OBSERVATION, NEXT_VALUE, PRE_TANH, REWARD, VALUE, Actor, Carry
 
 
 class SyncCollector(BaseCollector):

@@ -1,135 +1,49 @@
-"""Environments: the contract, the adapters, and the tasks that ship with the package."""
+"""Environments: the contract, the adapters, and the tasks that ship with the package.
+
+Names are imported when first used: worker processes import parts of this package, and start without PyTorch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-import gymnasium as gym
-import torch
+if TYPE_CHECKING:
+    from apexrl.envs.adapters.envpool import EnvPoolVecEnv as EnvPoolVecEnv
+    from apexrl.envs.adapters.gymnasium import GymVecEnv as GymVecEnv
+    from apexrl.envs.adapters.gymnasium import gym_make_fns as gym_make_fns
+    from apexrl.envs.adapters.lab import LabSimulator as LabSimulator
+    from apexrl.envs.adapters.maniskill import ManiSkillVecEnv as ManiSkillVecEnv
+    from apexrl.envs.adapters.rsl import RslVecEnv as RslVecEnv
+    from apexrl.envs.base import VecEnv as VecEnv
+    from apexrl.envs.check import check_env as check_env
+    from apexrl.envs.mujoco.env import MujocoVecEnv as MujocoVecEnv
+    from apexrl.envs.registry import as_vec_env as as_vec_env
+    from apexrl.envs.registry import get_metric_specs_from_env as get_metric_specs_from_env
+    from apexrl.envs.registry import make_env as make_env
 
-from apexrl.envs.base import VecEnv
-from apexrl.envs.check import check_env
-from apexrl.envs.envpool import EnvPoolVecEnv, make_envpool
-from apexrl.envs.gymnasium import GymVecEnv, find_gym_id, gym_make_fns
-from apexrl.envs.lab import LabSimulator, make_isaaclab, make_mjlab
-from apexrl.envs.maniskill import ManiSkillVecEnv, make_maniskill
-from apexrl.envs.mujoco import TASKS as MUJOCO_TASKS
-from apexrl.envs.mujoco import MujocoVecEnv
-from apexrl.envs.rsl import RslVecEnv, is_rsl_env, wrapper_of
-from apexrl.errors import EnvError, did_you_mean
-from apexrl.metrics import MetricSpec
-
-__all__ = [
-    "EnvPoolVecEnv",
-    "GymVecEnv",
-    "LabSimulator",
-    "ManiSkillVecEnv",
-    "MujocoVecEnv",
-    "RslVecEnv",
-    "VecEnv",
-    "as_vec_env",
-    "check_env",
-    "get_metric_specs_from_env",
-    "gym_make_fns",
-    "make_env",
-]
-
-SIMULATORS: dict[str, Callable[..., VecEnv]] = {
-    "maniskill": make_maniskill,
-    "mjlab": make_mjlab,
-    "isaaclab": make_isaaclab,
-    "envpool": make_envpool,
+_HOME = {
+    "EnvPoolVecEnv": "adapters.envpool",
+    "GymVecEnv": "adapters.gymnasium",
+    "gym_make_fns": "adapters.gymnasium",
+    "LabSimulator": "adapters.lab",
+    "ManiSkillVecEnv": "adapters.maniskill",
+    "RslVecEnv": "adapters.rsl",
+    "VecEnv": "base",
+    "check_env": "check",
+    "MujocoVecEnv": "mujoco.env",
+    "as_vec_env": "registry",
+    "get_metric_specs_from_env": "registry",
+    "make_env": "registry",
 }
-"""What makes a task of a simulator that is a package of its own, by the prefix of the task's name."""
+__all__ = sorted(_HOME)
 
 
-def as_vec_env(env: Any) -> VecEnv:
-    """Return ``env`` as a ``VecEnv``: as it is, or wrapped when it speaks the dialect of rsl_rl.
-
-    Raises:
-        EnvError: for anything else, with what to do instead.
-    """
-    if isinstance(env, VecEnv):
-        return env
-    if is_rsl_env(env):
-        return wrapper_of(env)
-    if isinstance(env, gym.Env | gym.vector.VectorEnv):
-        raise EnvError(
-            f"{type(env).__name__} is one of Gymnasium's own environments. Pass the functions that make it, "
-            "GymVecEnv([make, make, ...]), or its name, make_env(id, num_envs)."
-        )
-    raise EnvError(
-        f"{type(env).__name__} is not an environment: it needs to be a VecEnv, or to have num_envs, "
-        "num_actions, get_observations() and step(actions) as those of rsl_rl have."
-    )
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'apexrl.envs' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"apexrl.envs.{_HOME[name]}"), name)
 
 
-def get_metric_specs_from_env(env: Any) -> dict[str, MetricSpec]:
-    """Return the metrics that an environment declares, by name; of a raw simulator those that it has reported."""
-    return dict(as_vec_env(env).metric_specs)
-
-
-def make_env(
-    id: str,
-    num_envs: int = 1,
-    *,
-    device: torch.device | str = "cpu",
-    num_workers: int = 0,
-    metrics: Sequence[MetricSpec] = (),
-    **kwargs: Any,
-) -> VecEnv:
-    """Make a task of the package, of Gymnasium's registry or of another simulator by its name.
-
-    Args:
-        id: for example ``"lift"``, ``"HalfCheetah-v5"`` or ``"FetchReach-v4"``; ``"mujoco/HalfCheetah-v5"`` is the
-            same task on ``MujocoVecEnv``; ``"maniskill/PickCube-v1"`` is a task of another simulator.
-        num_envs: N, environments stepped together.
-        device: where the tensors are wanted.
-        num_workers: processes that share Gymnasium environments; 0 steps them in this process.
-        metrics: numbers to take from the ``info`` of Gymnasium environments; others declare their metrics themselves.
-        **kwargs: passed to the task, or to ``gymnasium.make``.
-
-    Raises:
-        EnvError: for an unknown name, with the nearest known one, or when a package is missing.
-    """
-    env = _make_env(id, num_envs, device, num_workers, metrics, kwargs)
-    declared = {spec.name: {"reduce": spec.reduce, "group": spec.group, "event": spec.event} for spec in metrics}
-    env.made_from = {"id": id, "kwargs": kwargs, "metrics": declared}
-    return env
-
-
-def _make_env(
-    id: str,
-    num_envs: int,
-    device: torch.device | str,
-    num_workers: int,
-    metrics: Sequence[MetricSpec],
-    kwargs: Mapping[str, Any],
-) -> VecEnv:
-    from apexrl.envs.tasks import TASKS  # only those who ask for a task load them all
-
-    fast = {f"mujoco/{name}": name for name in MUJOCO_TASKS}
-    simulator, _, name = id.partition("/")
-    if id in TASKS or id in fast or simulator in SIMULATORS:
-        if num_workers:
-            raise EnvError(f"{id} runs all its environments at once and takes no workers; set num_workers to 0.")
-        if metrics:
-            names = [spec.name for spec in metrics]
-            raise EnvError(f"{id} declares its metrics itself and takes no others; leave metrics {names} out.")
-    if id in TASKS:
-        task: VecEnv = TASKS[id](num_envs, device=device, **kwargs)
-        return task
-    if id in fast:
-        return MujocoVecEnv(fast[id], num_envs, device=device, **kwargs)
-    if simulator in SIMULATORS:
-        return SIMULATORS[simulator](name, num_envs, device=device, **kwargs)
-    if find_gym_id(id) is None:
-        there = [f"{space}/{name}" for space in SIMULATORS if name]  # if such a simulator has it
-        hint = did_you_mean(id, [*TASKS, *fast, *gym.registry, *there])
-        others = ", ".join(f"{space}/NAME" for space in ("mujoco", *SIMULATORS))
-        raise EnvError(
-            f"There is no environment {id!r}.{hint} Tasks of the package: {', '.join(sorted(TASKS))}. "
-            f"Tasks of simulators: {others}."
-        )
-    return GymVecEnv(gym_make_fns(id, num_envs, **kwargs), num_workers=num_workers, metrics=metrics, device=device)
+def __dir__() -> list[str]:
+    return __all__

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.errors import EnvError, EnvStateError
-from apexrl.graphs import Acceleration
-from apexrl.metrics import MetricSpec
-from apexrl.types import ACTION, DONE, OBSERVATION, REWARD, TERMINATED, TRUNCATED, Carry, EnvStep, Observation
+from apexrl.core.errors import EnvError, EnvStateError
+from apexrl.core.metrics import MetricSpec
+from apexrl.core.system.acceleration import Acceleration
+from apexrl.core.types import ACTION, DONE, OBSERVATION, REWARD, TERMINATED, TRUNCATED, Carry, EnvStep, Observation
 
 
 @dataclass
@@ -144,8 +144,8 @@ class VecEnv(ABC):
     def reset(self, seed: int | None = None) -> Observation:
         """Start a new episode everywhere. A seed makes everything that follows repeatable.
 
-        No two environments share a random stream, of one seed or of two: ``apexrl.seeding.spawn_seeds(seed, N)`` gives
-        N seeds, where ``seed + i`` would give environment ``i + 1`` of a seed that of environment ``i`` of the next.
+        No two environments share a random stream, of one seed or of two: ``spawn_seeds(seed, N)`` gives N seeds, where
+        ``seed + i`` would give environment ``i + 1`` of a seed that of environment ``i`` of the next.
         """
 
     @abstractmethod

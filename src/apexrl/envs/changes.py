@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from apexrl.errors import ConfigError
+from apexrl.core.errors import ConfigError
 
 
 def is_number(value: Any) -> bool:

@@ -17,10 +17,10 @@ from gymnasium import spaces
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from apexrl.core.errors import EnvError
+from apexrl.core.metrics import RESERVED_NAMES
+from apexrl.core.types import EnvStep, Observation
 from apexrl.envs.base import SeededVecEnv, VecEnv
-from apexrl.errors import EnvError
-from apexrl.metrics import RESERVED_NAMES
-from apexrl.types import EnvStep, Observation
 
 _BOUND_TOLERANCE = 1e-4
 """How far an observation may leave its Box by rounding, relative to a bound above 1."""

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from apexrl.core.errors import EnvError
+from apexrl.core.metrics import MetricSpec
+from apexrl.core.system.seeding import spawn_seeds
+from apexrl.core.types import EnvStep, Observation
 from apexrl.envs.base import SeededVecEnv, VecEnv
-from apexrl.errors import EnvError
-from apexrl.metrics import MetricSpec
-from apexrl.seeding import spawn_seeds
-from apexrl.types import EnvStep, Observation
 
 
 class SeparateEnvs(SeededVecEnv):

@@ -9,10 +9,10 @@ import gymnasium as gym
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.models import Distribution, MLPActor, MLPCritic, ObservationNormalizer
+from apexrl.core.types import OBSERVATION, Carry, Evaluation, Observation, PolicyOutput
 from apexrl.policies.base import Policy
 from apexrl.policies.exploration import explore, initial_noise, stored_log_prob
-from apexrl.types import OBSERVATION, Carry, Evaluation, Observation, PolicyOutput
+from apexrl.policies.networks import Distribution, MLPActor, MLPCritic, ObservationNormalizer
 
 
 class ActorCritic(Policy):

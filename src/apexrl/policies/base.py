@@ -13,11 +13,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.errors import ConfigError
-from apexrl.models import Distribution, ObservationNormalizer
-from apexrl.models.encoder import leaf_spaces
-from apexrl.policies.exploration import NOISE_KEYS
-from apexrl.types import (
+from apexrl.core.errors import ConfigError
+from apexrl.core.observations import leaf_spaces
+from apexrl.core.types import (
     ACTION,
     NEXT_OBSERVATION,
     OBSERVATION,
@@ -28,6 +26,8 @@ from apexrl.types import (
     Observation,
     PolicyOutput,
 )
+from apexrl.policies.exploration import NOISE_KEYS
+from apexrl.policies.networks import Distribution, ObservationNormalizer
 
 
 class HasSpaces(Protocol):

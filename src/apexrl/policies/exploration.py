@@ -9,9 +9,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.models import Distribution, SquashedGaussian
-from apexrl.models.distributions import StateDependentGaussian
-from apexrl.types import ACTION, PRE_TANH, SAMPLE_LOG_PROB, Carry
+from apexrl.core.types import ACTION, PRE_TANH, SAMPLE_LOG_PROB, Carry
+from apexrl.policies.networks import Distribution, SquashedGaussian
+from apexrl.policies.networks.distributions import StateDependentGaussian
 
 NOISE_KEYS = NOISE, NOISE_AGE = "noise", "noise_age"
 """Carried, but too large to be stored with a batch: ε ``[N, F, A]``, and the steps that it was used for, ``[N, 1]``."""

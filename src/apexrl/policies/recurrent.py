@@ -10,20 +10,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.models import Distribution, ObservationEncoder, ObservationNormalizer
-from apexrl.models.actor import ActionHead
-from apexrl.models.encoder import linear, mlp
+from apexrl.core.types import DONE, NEXT_OBSERVATION, OBSERVATION, Carry, Evaluation, Observation, PolicyOutput
 from apexrl.policies.base import Policy, open_ends, shift
 from apexrl.policies.exploration import explore, initial_noise, stored_log_prob
-from apexrl.types import (
-    DONE,
-    NEXT_OBSERVATION,
-    OBSERVATION,
-    Carry,
-    Evaluation,
-    Observation,
-    PolicyOutput,
-)
+from apexrl.policies.networks import Distribution, ObservationEncoder, ObservationNormalizer
+from apexrl.policies.networks.actor import ActionHead
+from apexrl.policies.networks.encoder import linear, mlp
 
 HIDDEN = "hidden"
 

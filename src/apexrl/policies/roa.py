@@ -11,13 +11,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.errors import ConfigError
-from apexrl.models import Distribution, MLPCritic, ObservationNormalizer
-from apexrl.models.actor import ActionHead, choice_sizes
-from apexrl.models.encoder import ObservationEncoder, is_picture, leaf_spaces, leaves, linear, mlp, select_groups
-from apexrl.policies.base import HasSpaces, Policy
-from apexrl.policies.exploration import explore, stored_log_prob
-from apexrl.types import (
+from apexrl.core.errors import ConfigError
+from apexrl.core.observations import is_picture, leaf_spaces, leaves, select_groups
+from apexrl.core.types import (
     CMD_KEY,
     OBJECT_KEY,
     OBS_KEY,
@@ -30,6 +26,11 @@ from apexrl.types import (
     Observation,
     PolicyOutput,
 )
+from apexrl.policies.base import HasSpaces, Policy
+from apexrl.policies.exploration import explore, stored_log_prob
+from apexrl.policies.networks import Distribution, MLPCritic, ObservationNormalizer
+from apexrl.policies.networks.actor import ActionHead, choice_sizes
+from apexrl.policies.networks.encoder import ObservationEncoder, linear, mlp
 
 HistoryKind = Literal["mlp", "conv", "gru"]
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from apexrl.errors import ConfigError
-from apexrl.models import MLPActor, ObservationNormalizer, QEnsemble, SquashedGaussian
+from apexrl.core.errors import ConfigError
+from apexrl.core.types import ACTION, OBSERVATION, Carry, Observation, PolicyOutput
 from apexrl.policies.base import Policy
-from apexrl.types import ACTION, OBSERVATION, Carry, Observation, PolicyOutput
+from apexrl.policies.networks import MLPActor, ObservationNormalizer, QEnsemble, SquashedGaussian
 
 
 class SACPolicy(Policy):

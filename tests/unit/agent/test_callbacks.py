@@ -12,7 +12,7 @@ from tests.scripted import ScriptedEnv
 from apexrl.agent import Trainer, TrainingConfig, checkpoint
 from apexrl.agent.callbacks import EVENTS, Callbacks
 from apexrl.algorithms import PPO, PPOConfig
-from apexrl.errors import ConfigError
+from apexrl.core.errors import ConfigError
 from apexrl.policies import ActorCritic
 
 

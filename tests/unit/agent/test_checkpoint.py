@@ -14,8 +14,8 @@ from tests.refusals import refused
 from torch import nn
 
 from apexrl.agent import checkpoint
-from apexrl.errors import CheckpointError, RunDirError
-from apexrl.migrations import CHECKPOINT_FORMAT
+from apexrl.core.errors import CheckpointError, RunDirError
+from apexrl.core.system.migrations import CHECKPOINT_FORMAT
 
 
 def content(**changes: Any) -> dict[str, Any]:

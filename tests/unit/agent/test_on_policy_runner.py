@@ -17,8 +17,8 @@ from torch import Tensor
 from apexrl import PPO, ActorCritic, OnPolicyRunner, PPOConfig, RecurrentActorCritic, SyncCollector, Trainer
 from apexrl.agent import TrainingConfig
 from apexrl.algorithms import PPOROA, PPOROAConfig
+from apexrl.core.errors import ConfigError
 from apexrl.envs import VecEnv, make_env
-from apexrl.errors import ConfigError
 from apexrl.policies import ROAPolicy
 
 

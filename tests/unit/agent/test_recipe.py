@@ -28,9 +28,9 @@ from apexrl import (
 )
 from apexrl.agent import checkpoint
 from apexrl.agent.recipe import RECIPE
-from apexrl.errors import CheckpointError
-from apexrl.metrics import MetricSpec
-from apexrl.run import load_trained
+from apexrl.core.errors import CheckpointError
+from apexrl.core.metrics import MetricSpec
+from apexrl.run.trained_policy import load_trained
 
 
 class OwnActor(MLPActor):

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from apexrl.agent import Trainer, TrainingConfig, checkpoint
 from apexrl.agent.callbacks import EVENTS
+from apexrl.agent.loggers import Logger
 from apexrl.algorithms import PPO, SAC, PPOConfig, SACConfig
 from apexrl.collectors import AsyncCollector
+from apexrl.core.errors import CheckpointError, ConfigError, DivergenceError, EnvError
+from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.types import EnvStep
 from apexrl.envs import GymVecEnv, VecEnv, make_env
-from apexrl.errors import CheckpointError, ConfigError, DivergenceError, EnvError
-from apexrl.loggers import Logger, read_json_lines
 from apexrl.policies import ActorCritic, SACPolicy
-from apexrl.types import EnvStep
 
 
 class Memory(Logger):

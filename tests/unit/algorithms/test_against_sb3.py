@@ -11,8 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl import PPO, SAC, ActorCritic, PPOConfig, SACConfig, SACPolicy, SyncCollector, make_env
-from apexrl.models import RewardScaler, SquashedGaussian
-from apexrl.models.distributions import StateDependentGaussian
+from apexrl.policies.networks import RewardScaler, SquashedGaussian
+from apexrl.policies.networks.distributions import StateDependentGaussian
 
 sb3 = pytest.importorskip("stable_baselines3", reason="pip install 'apexrl[bench]'")
 

@@ -14,11 +14,11 @@ from tests.refusals import refused
 from torch import Tensor
 
 from apexrl.algorithms.bc import BC, BCConfig, randomly_moved
-from apexrl.demo_samples import load_demos
-from apexrl.demos import record_demos
-from apexrl.envs.suite_env import SuiteVecEnv
-from apexrl.errors import ConfigError, DivergenceError
-from apexrl.graphs import Acceleration
+from apexrl.collectors.demonstrations.record import record_demos
+from apexrl.collectors.demonstrations.samples import load_demos
+from apexrl.core.errors import ConfigError, DivergenceError
+from apexrl.core.system.acceleration import Acceleration
+from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.policies import ActorCritic, Policy
 from apexrl.policies.vla import VLAPolicy
 

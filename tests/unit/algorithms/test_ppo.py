@@ -15,14 +15,14 @@ from torch import Tensor
 from apexrl.algorithms import PPO, PPOROA, PPOConfig
 from apexrl.algorithms.ppo import METRICS
 from apexrl.collectors import SyncCollector
+from apexrl.core.errors import ConfigError, DivergenceError
+from apexrl.core.functional import gae
+from apexrl.core.system.acceleration import Acceleration
+from apexrl.core.types import EnvStep, Evaluation, PolicyOutput
 from apexrl.envs import VecEnv, make_env
-from apexrl.errors import ConfigError, DivergenceError
-from apexrl.evaluation import evaluate
-from apexrl.functional import gae
-from apexrl.graphs import Acceleration
-from apexrl.models.actor import ActionHead
+from apexrl.evaluation.evaluate import evaluate
 from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic, SACPolicy
-from apexrl.types import EnvStep, Evaluation, PolicyOutput
+from apexrl.policies.networks.actor import ActionHead
 
 
 def setup(seed: int = 0, normalize_obs: bool = False, **options: Any) -> tuple[PPO, TensorDict]:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from apexrl import PPOROA, AsyncCollector, Config, PPOROAConfig, ROAPolicy, SyncCollector, Trainer, make_env
 from apexrl.agent import TrainingConfig
-from apexrl.errors import CheckpointError, ConfigError, DivergenceError
-from apexrl.graphs import Acceleration
+from apexrl.core.errors import CheckpointError, ConfigError, DivergenceError
+from apexrl.core.system.acceleration import Acceleration
+from apexrl.core.types import Evaluation
 from apexrl.policies import Policy
-from apexrl.run import make_policy
-from apexrl.sections import PolicyConfig, TaskConfig
-from apexrl.types import Evaluation
+from apexrl.run.build import make_policy
+from apexrl.run.sections import PolicyConfig, TaskConfig
 
 NUM_ENVS, NUM_STEPS = 8, 8
 MODULES = ("encoder_priv", "actor", "actor_adapt", "adapt_module", "adapt_ema", "critic")

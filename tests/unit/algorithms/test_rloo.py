@@ -14,12 +14,12 @@ from torch import Tensor
 
 from apexrl.algorithms.collapse import CollapseGuard
 from apexrl.algorithms.rloo import METRICS, RLOO, RLOOConfig
-from apexrl.errors import ConfigError, DivergenceError
-from apexrl.functional.rloo import leave_one_out
-from apexrl.graphs import Acceleration
+from apexrl.core.errors import ConfigError, DivergenceError
+from apexrl.core.functional.rloo import leave_one_out
+from apexrl.core.system.acceleration import Acceleration
+from apexrl.core.types import Evaluation
 from apexrl.policies import ActorCritic, Policy
 from apexrl.policies.vla import PI0_CFG_Adapter, VLAPolicy
-from apexrl.types import Evaluation
 
 CHUNK = 4
 OBSERVATION_SPACE = gym.spaces.Dict({"state": gym.spaces.Box(-1, 1, (2,), np.float32)})

@@ -18,11 +18,11 @@ from tests.scripted import ScriptedEnv
 from torch import Tensor
 
 from apexrl import SAC, ActorCritic, GymVecEnv, QEnsemble, SACConfig, SACPolicy, SyncCollector, VecEnv, make_env
-from apexrl.config import load_config
-from apexrl.errors import ConfigError, DivergenceError
-from apexrl.functional import soft_target, temperature_gradient
-from apexrl.graphs import Acceleration
-from apexrl.run import make_trainer
+from apexrl.core.errors import ConfigError, DivergenceError
+from apexrl.core.functional import soft_target, temperature_gradient
+from apexrl.core.system.acceleration import Acceleration
+from apexrl.run.build import make_trainer
+from apexrl.run.loading import load_config
 
 SMALL = {"num_steps": 4, "batch_size": 8, "learning_starts": 1, "replay_capacity": 1000, "learning_rate": 1e-3}
 

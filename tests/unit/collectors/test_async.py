@@ -33,13 +33,13 @@ from apexrl import (
     make_env,
 )
 from apexrl.agent import TrainingConfig
+from apexrl.agent.loggers import Logger
 from apexrl.collectors import AsyncCollector, RolloutGenerator, SuiteRunner, SyncCollector
+from apexrl.core.errors import CheckpointError, ConfigError, EnvError
+from apexrl.core.types import Carry, EnvStep
 from apexrl.envs import VecEnv
-from apexrl.envs.suite_env import SuiteVecEnv
 from apexrl.envs.suites.base import Simulator
-from apexrl.errors import CheckpointError, ConfigError, EnvError
-from apexrl.loggers import Logger
-from apexrl.types import Carry, EnvStep
+from apexrl.envs.suites.env import SuiteVecEnv
 
 ENDLESS = 10**6
 

@@ -18,8 +18,8 @@ from tests.refusals import refused
 from torch.utils.data import DataLoader
 
 from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, RolloutStats, endless, hash_init_state
+from apexrl.core.errors import ConfigError, RunDirError
 from apexrl.envs.suites.base import Split
-from apexrl.errors import ConfigError, RunDirError
 
 
 def drawn(sampler: InitStateSampler, count: int) -> list[tuple[int, str]]:

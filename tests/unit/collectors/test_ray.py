@@ -22,16 +22,17 @@ from torch import Tensor, nn
 from apexrl import PPO, SAC, ActorCritic, Policy, PolicyOutput, PPOConfig, RecurrentActorCritic, Trainer, make_env
 from apexrl.agent import TrainingConfig
 from apexrl.algorithms import SACConfig
-from apexrl.cli import main
-from apexrl.collectors import SyncCollector, ray_workers
-from apexrl.collectors.ray_ import RayCollector
-from apexrl.collectors.ray_session import RaySession, join, pack
+from apexrl.cli.main import main
+from apexrl.collectors import SyncCollector
+from apexrl.collectors.ray import workers as ray_workers
+from apexrl.collectors.ray.collector import RayCollector
+from apexrl.collectors.ray.session import RaySession, join, pack
+from apexrl.core.errors import ConfigError, EnvError
+from apexrl.core.metrics import MetricSpec
+from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.seeding import ENV, POLICY, spawn_seed
+from apexrl.core.types import Carry, EnvStep
 from apexrl.envs import VecEnv
-from apexrl.errors import ConfigError, EnvError
-from apexrl.loggers import read_json_lines
-from apexrl.metrics import MetricSpec
-from apexrl.seeding import ENV, POLICY, spawn_seed
-from apexrl.types import Carry, EnvStep
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'apexrl[ray]')")
 

@@ -16,16 +16,16 @@ from tests.refusals import refused
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from apexrl.collectors.episodes import SuiteRunner
+from apexrl.collectors.groups import RolloutGenerator
 from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, RolloutStats, hash_init_state
-from apexrl.collectors.rollout_generator import RolloutGenerator
-from apexrl.collectors.suite_runner import SuiteRunner
-from apexrl.envs.suite_env import SuiteVecEnv
+from apexrl.core.errors import ConfigError, EnvError
+from apexrl.core.metrics import training_log_names
+from apexrl.core.types import Observation, PolicyOutput
 from apexrl.envs.suites.base import InitState, Simulator, TaskSuite
-from apexrl.errors import ConfigError, EnvError
-from apexrl.evaluation import evaluate_starts
-from apexrl.metrics import training_log_names
+from apexrl.envs.suites.env import SuiteVecEnv
+from apexrl.evaluation.evaluate import evaluate_starts
 from apexrl.policies.base import Policy
-from apexrl.types import Observation, PolicyOutput
 
 CHUNK = 5
 LETTERS = {"r": 0, "l": 1, "u": 2}

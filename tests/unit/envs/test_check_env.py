@@ -12,10 +12,10 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from torch import Tensor
 
+from apexrl.core.metrics import MetricSpec
+from apexrl.core.types import EnvStep, Observation
 from apexrl.envs import GymVecEnv, VecEnv, check_env, gym_make_fns, make_env
 from apexrl.envs.tasks import TASKS
-from apexrl.metrics import MetricSpec
-from apexrl.types import EnvStep, Observation
 
 N = 3
 

@@ -16,9 +16,10 @@ from gymnasium.wrappers import FrameStackObservation
 from tests.refusals import refused
 from torch import Tensor
 
-from apexrl.envs import GymVecEnv, gym_group
-from apexrl.errors import EnvStateError
-from apexrl.types import EnvStep
+from apexrl.core.errors import EnvStateError
+from apexrl.core.types import EnvStep
+from apexrl.envs import GymVecEnv
+from apexrl.envs.workers import gym_group
 
 MUJOCO = [
     "HalfCheetah-v5",

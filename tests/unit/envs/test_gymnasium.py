@@ -22,12 +22,12 @@ from tensordict import TensorDict
 from tests.refusals import refused
 from torch import Tensor
 
+from apexrl.core.errors import EnvError
+from apexrl.core.metrics import MetricSpec
 from apexrl.envs import GymVecEnv, RslVecEnv, as_vec_env, display, gym_make_fns, make_env
-from apexrl.envs import gymnasium as adapter
-from apexrl.envs.gym_group import MAX_METRICS, flat_space, users_frames
+from apexrl.envs.adapters import gymnasium as adapter
 from apexrl.envs.tasks import TASKS
-from apexrl.errors import EnvError
-from apexrl.metrics import MetricSpec
+from apexrl.envs.workers.gym_group import MAX_METRICS, flat_space, users_frames
 
 Step = tuple[Any, float, bool, bool, dict[str, Any]]
 ONE = spaces.Box(-1.0, 1.0, (1,))

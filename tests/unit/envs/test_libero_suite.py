@@ -17,14 +17,8 @@ import pytest
 from numpy.typing import NDArray
 from tests.refusals import refused
 
-from apexrl.envs.suites.libero import (
-    ASSETS_VARIABLE,
-    HORIZONS,
-    NULL_ACTION,
-    LiberoSimulator,
-    LiberoSuite,
-)
-from apexrl.errors import ConfigError, EnvError, EnvStateError
+from apexrl.core.errors import ConfigError, EnvError, EnvStateError
+from apexrl.envs.suites.libero import ASSETS_VARIABLE, HORIZONS, NULL_ACTION, LiberoSimulator, LiberoSuite
 
 WHY_NOT = (
     f"{ASSETS_VARIABLE} does not name LIBERO's scene files"

@@ -13,11 +13,11 @@ import pytest
 from numpy.typing import NDArray
 from tests.refusals import refused
 
-from apexrl.envs import suite_group
+from apexrl.core.errors import ConfigError, EnvError
 from apexrl.envs.suites import make_suite
 from apexrl.envs.suites.instructions import INSTRUCTIONS, MT10
 from apexrl.envs.suites.metaworld import TASK_NAMES, MetaWorldSimulator, MetaWorldSuite
-from apexrl.errors import ConfigError, EnvError
+from apexrl.envs.workers import suite_group
 
 Trace = tuple[NDArray[np.float32], list[bool], NDArray[np.float64]]
 

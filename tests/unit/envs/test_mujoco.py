@@ -15,11 +15,11 @@ import torch
 from tests.refusals import refused
 from torch import Tensor
 
+from apexrl.core.errors import ConfigError, EnvError, EnvStateError
+from apexrl.core.types import EnvStep
 from apexrl.envs import MujocoVecEnv, VecEnv, check_env, make_env
-from apexrl.envs.mujoco_simulation import Threads
-from apexrl.envs.mujoco_tasks import Ant, Array, Fields, MujocoTask, Outcome, Parts
-from apexrl.errors import ConfigError, EnvError, EnvStateError
-from apexrl.types import EnvStep
+from apexrl.envs.mujoco.simulation import Threads
+from apexrl.envs.mujoco.tasks import Ant, Array, Fields, MujocoTask, Outcome, Parts
 
 mujoco: Any = pytest.importorskip("mujoco")
 

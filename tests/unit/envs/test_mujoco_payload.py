@@ -12,9 +12,9 @@ import torch
 from tests.refusals import refused
 from torch import Tensor
 
+from apexrl.core.errors import ConfigError, EnvError, EnvStateError
 from apexrl.envs import MujocoVecEnv, check_env, make_env
-from apexrl.envs.mujoco_payload import FRAME, WalkerPayload, WalkerPhysics
-from apexrl.errors import ConfigError, EnvError, EnvStateError
+from apexrl.envs.mujoco.payload import FRAME, WalkerPayload, WalkerPhysics
 
 mujoco: Any = pytest.importorskip("mujoco")
 
@@ -355,7 +355,7 @@ def test_lists_from_a_file_are_ranges_too() -> None:
 
 
 def test_the_list_names_it(capsys: pytest.CaptureFixture[str]) -> None:
-    from apexrl.cli import main
+    from apexrl.cli.main import main
 
     assert main(["list"]) == 0
     output = capsys.readouterr().out
@@ -366,8 +366,8 @@ def test_the_list_names_it(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_preset_trains_and_is_drawn_with_a_change(tmp_path: Path) -> None:
     from adaptation import compare
 
-    from apexrl import run
-    from apexrl.cli import main
+    from apexrl.cli.main import main
+    from apexrl.run import trained_policy
 
     small = {
         "task.num_envs": 2, "policy.hidden_dims": "[8]", "policy.adapt_dims": "[8]", "algo.num_steps": 4,
@@ -380,7 +380,7 @@ def test_the_preset_trains_and_is_drawn_with_a_change(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["total_steps"] for line in lines] == [16, 24]  # the first rollout teaches the normaliser
     assert ["train/imitation_loss" in line for line in lines] == [True, False]  # the student imitates, then it acts
-    adaptation = compare(run.load_trained(tmp_path / "run"), episodes=2)
+    adaptation = compare(trained_policy.load_trained(tmp_path / "run"), episodes=2)
     assert adaptation.change_step == 4
     strength = np.abs(np.diff(adaptation.true, axis=0)).max(
         1

@@ -12,9 +12,9 @@ from tensordict import TensorDict
 from tests.refusals import refused
 from torch import Tensor
 
+from apexrl.core.errors import EnvError, EnvStateError
+from apexrl.core.metrics import MetricSpec
 from apexrl.envs import RslVecEnv, as_vec_env, get_metric_specs_from_env
-from apexrl.errors import EnvError, EnvStateError
-from apexrl.metrics import MetricSpec
 from apexrl.rollout import rollout
 
 ACTION = torch.zeros(3, 2)

@@ -18,12 +18,13 @@ from tests.refusals import refused
 from tests.simulator_session import assert_the_bootstrap_sees_the_true_successor, logged, train
 from torch import Tensor
 
-from apexrl.cli import main
-from apexrl.envs import LabSimulator, RslVecEnv, VecEnv, check_env, lab, make_env
+from apexrl.cli.main import main
+from apexrl.core.errors import EnvError
+from apexrl.core.types import EnvStep
+from apexrl.envs import LabSimulator, RslVecEnv, VecEnv, check_env, make_env
+from apexrl.envs.adapters import lab
 from apexrl.envs.separate import SeparateEnvs
 from apexrl.envs.tasks import TASKS
-from apexrl.errors import EnvError
-from apexrl.types import EnvStep
 
 PACKAGES = {
     "maniskill/PickCube-v1": ("mani_skill", "pip install mani-skill"),

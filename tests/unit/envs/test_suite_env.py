@@ -24,14 +24,14 @@ from tests.point_suite import GOALS, PointSimulator, PointSuite
 from tests.refusals import refused
 from torch import Tensor
 
+from apexrl.core.errors import ConfigError, EnvError, EnvStateError
+from apexrl.core.types import EnvStep
 from apexrl.envs import check_env
-from apexrl.envs.suite_env import INSTRUCTION_BYTES, SuiteVecEnv, encode_instruction
-from apexrl.envs.suite_group import SimulatorCache
-from apexrl.envs.suite_workers import ProcessWorker
 from apexrl.envs.suites.base import InitState, Simulator, TaskSuite
+from apexrl.envs.suites.env import INSTRUCTION_BYTES, SuiteVecEnv, encode_instruction
 from apexrl.envs.suites.metaworld import MetaWorldSuite
-from apexrl.errors import ConfigError, EnvError, EnvStateError
-from apexrl.types import EnvStep
+from apexrl.envs.workers.suite_group import SimulatorCache
+from apexrl.envs.workers.suite_processes import ProcessWorker
 
 # The workers get the suites below without importing this file, which would take seconds.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from apexrl.functional import discounted_sum, gae, normalize
+from apexrl.core.functional import discounted_sum, gae, normalize
 
 
 def column(*values: float | bool) -> Tensor:

@@ -2,7 +2,7 @@ import torch
 from tensordict import TensorDict
 from tests.refusals import refused
 
-from apexrl.functional.episodes import stack_episodes
+from apexrl.core.functional.episodes import stack_episodes
 
 
 def test_episodes_become_columns_with_zeros_below_the_shorter_ones() -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from apexrl.functional.rloo import group_std, leave_one_out, reverse_kl, surrogate
+from apexrl.core.functional.rloo import group_std, leave_one_out, reverse_kl, surrogate
 
 
 def test_each_episode_is_compared_with_the_mean_of_the_others_of_its_group() -> None:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from apexrl.functional import approx_kl, clipped_surrogate, explained_variance, probability_ratio, value_loss
+from apexrl.core.functional import approx_kl, clipped_surrogate, explained_variance, probability_ratio, value_loss
 
 
 def test_surrogate_clips_gains_but_not_losses() -> None:

@@ -16,16 +16,9 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.refusals import refused
 
-from apexrl.errors import ConfigError
-from apexrl.loggers import (
-    ConsoleLogger,
-    JsonlLogger,
-    TensorBoardLogger,
-    WandbLogger,
-    append_json_line,
-    cut_json_lines,
-    read_json_lines,
-)
+from apexrl.agent.loggers import ConsoleLogger, JsonlLogger, TensorBoardLogger, WandbLogger
+from apexrl.core.errors import ConfigError
+from apexrl.core.system.json_lines import append_json_line, cut_json_lines, read_json_lines
 
 # JSON lines
 

@@ -3,7 +3,12 @@ import math
 import pytest
 import torch
 
-from apexrl.models.distributions import DiagGaussian, MultiCategorical, SquashedGaussian, StateDependentGaussian
+from apexrl.policies.networks.distributions import (
+    DiagGaussian,
+    MultiCategorical,
+    SquashedGaussian,
+    StateDependentGaussian,
+)
 
 
 def test_gaussian_against_torch() -> None:

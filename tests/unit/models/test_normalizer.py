@@ -3,7 +3,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from apexrl.models import ObservationNormalizer, RewardScaler, RunningNormalizer
+from apexrl.policies.networks import ObservationNormalizer, RewardScaler, RunningNormalizer
 
 
 def test_batches_merge_to_the_moments_of_everything() -> None:

@@ -7,11 +7,11 @@ import torch
 from tensordict import TensorDict
 from tests.refusals import refused
 
-from apexrl.errors import ConfigError
-from apexrl.models import MLPActor
-from apexrl.models.distributions import DiagGaussian
-from apexrl.optim import FlatAdam
+from apexrl.algorithms.optimizer import FlatAdam
+from apexrl.core.errors import ConfigError
 from apexrl.policies import ActorCritic
+from apexrl.policies.networks import MLPActor
+from apexrl.policies.networks.distributions import DiagGaussian
 
 BOX = gym.spaces.Box(-1.0, 1.0, (3,))
 GROUPS = gym.spaces.Dict({"policy": gym.spaces.Box(-1, 1, (3,)), "priv": gym.spaces.Box(-1, 1, (2,))})

@@ -11,12 +11,12 @@ from tests.scripted import ScriptedEnv
 
 from apexrl import SyncCollector
 from apexrl.algorithms import PPO
-from apexrl.errors import ConfigError
+from apexrl.core.errors import ConfigError
+from apexrl.core.types import ACTION, OBSERVATION, Carry
 from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic
 from apexrl.policies.exploration import NOISE, NOISE_AGE
 from apexrl.rollout import initial_state, make_actor, rollout
-from apexrl.sections import PolicyConfig
-from apexrl.types import ACTION, OBSERVATION, Carry
+from apexrl.run.sections import PolicyConfig
 
 SPACES = gym.spaces.Box(-1e6, 1e6, (2,)), gym.spaces.Box(-1, 1, (1,))
 KINDS = ["mlp", "gru"]

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from tests.refusals import refused
 
 from apexrl import ROAPolicy, make_env
-from apexrl.errors import ConfigError
+from apexrl.core.errors import ConfigError
 from apexrl.policies import Policy
 from apexrl.rollout import make_actor, rollout
 

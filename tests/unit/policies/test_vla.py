@@ -12,7 +12,7 @@ from tests.refusals import refused
 from torch import Tensor
 
 from apexrl import PPO, PPOConfig, SyncCollector, make_env
-from apexrl.errors import ConfigError
+from apexrl.core.errors import ConfigError
 from apexrl.policies import ActorCritic
 from apexrl.policies.vla import SIZES, VLAPolicy, encode_instruction
 from apexrl.policies.vla.lora import merged, with_adapters

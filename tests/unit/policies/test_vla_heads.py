@@ -11,8 +11,8 @@ from tensordict import TensorDict
 from tests.refusals import refused
 from torch import Tensor, distributions
 
-from apexrl.errors import ConfigError
-from apexrl.functional.episodes import stack_episodes
+from apexrl.core.errors import ConfigError
+from apexrl.core.functional.episodes import stack_episodes
 from apexrl.policies.vla import PI0_CFG_Adapter, VLAPolicy, encode_instruction
 from apexrl.policies.vla.flow import CONDITIONAL, UNCONDITIONAL, sde_step
 from apexrl.policies.vla.likelihood import DiagLaplace, LikelihoodHead

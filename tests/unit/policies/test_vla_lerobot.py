@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.refusals import refused
 
-from apexrl.errors import ConfigError
+from apexrl.core.errors import ConfigError
 from apexrl.policies.vla import LeRobotPolicy, encode_instruction
 from apexrl.policies.vla.lerobot import instructions
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.refusals import refused
 
+from apexrl.core.errors import ConfigError
 from apexrl.envs.suites.instructions import INSTRUCTIONS
-from apexrl.errors import ConfigError
 from apexrl.policies.vla import SIZES, WordTokenizer, encode_instruction
 
 # Words of LIBERO's instructions, and others that robots hear; those of Meta-World's come from the suite.

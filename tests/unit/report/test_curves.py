@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tests.unit.report.test_runs import evaluate_run, groups_of, make_run
 
-from apexrl.intervals import wilson_interval
-from apexrl.report.curves import (
+from apexrl.core.functional.intervals import wilson_interval
+from apexrl.experiments.report.curves import (
     common_axis,
     evaluation_curve,
     final_estimate,

@@ -14,10 +14,10 @@ import plotly.graph_objects as go
 import pytest
 from tests.unit.report.test_runs import evaluate_run, groups_of, make_run
 
-from apexrl.cli import main
+from apexrl.cli.main import main
 from apexrl.collectors.init_states import RolloutStats
-from apexrl.report import page, write_report
-from apexrl.report.figures import MAX_POINTS
+from apexrl.experiments.report import page, write_report
+from apexrl.experiments.report.figures import MAX_POINTS
 
 EVIL = "<script>alert(1)</script><u>\"'&"
 
@@ -128,7 +128,7 @@ def test_a_note_says_that_few_seeds_give_unreliable_intervals(tmp_path: Path) ->
     assert not report(runs[0]).has(note)
 
 
-@pytest.mark.filterwarnings("error", "ignore::apexrl.errors.FewSamplesWarning")
+@pytest.mark.filterwarnings("error", "ignore::apexrl.core.errors.FewSamplesWarning")
 def test_numbers_at_the_edge_and_half_a_character_still_give_a_page(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", task__id="\ud800")
     evaluate_run(path, 400, **{"return": [1.0, 3.0]})

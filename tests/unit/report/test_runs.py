@@ -14,12 +14,12 @@ import yaml
 from tests.refusals import refused
 
 from apexrl.collectors.init_states import RolloutStats
-from apexrl.errors import RunDirError
-from apexrl.evaluation_result import EvaluationResult
-from apexrl.loggers import append_json_line
-from apexrl.provenance import STARTS, add_start
-from apexrl.report.curves import task_estimates
-from apexrl.report.runs import Group, find_runs, group_runs, read_run
+from apexrl.core.errors import RunDirError
+from apexrl.core.result import EvaluationResult
+from apexrl.core.system.json_lines import append_json_line
+from apexrl.core.system.provenance import STARTS, add_start
+from apexrl.experiments.report.curves import task_estimates
+from apexrl.experiments.report.runs import Group, find_runs, group_runs, read_run
 
 
 def make_run(path: Path, seed: int = 0, lines: int = 4, **more: Any) -> Path:

@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from apexrl.core.errors import ConfigError, did_you_mean
 from apexrl.envs.suites.base import InitState, Simulator, Split, TaskSuite
 from apexrl.envs.suites.instructions import INSTRUCTIONS, MT10
-from apexrl.errors import ConfigError, did_you_mean
 
 __all__ = ["SUITES", "InitState", "Simulator", "Split", "TaskSuite", "make_suite"]
 

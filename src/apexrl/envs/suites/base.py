@@ -10,12 +10,10 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from apexrl.errors import ConfigError
+from apexrl.core.errors import ConfigError
 
 Split = Literal["train", "val", "test"]
 """``test`` is another name of ``val``: the initial states that are never trained on."""
-INSTRUCTION_BYTES = 96
-"""How long an instruction is in an observation: UTF-8, padded with zeros."""
 
 
 def own_split(split: str) -> Literal["train", "val"]:
@@ -27,20 +25,6 @@ def own_split(split: str) -> Literal["train", "val"]:
     if split not in get_args(Split):
         raise ConfigError(f"split must be one of {', '.join(get_args(Split))}, got {split!r}.")
     return "train" if split == "train" else "val"
-
-
-def encode_instruction(text: str) -> NDArray[np.uint8]:
-    """Return an instruction as observations hold it, padded with zeros to ``INSTRUCTION_BYTES``.
-
-    Raises:
-        ConfigError: when it is longer.
-    """
-    data = text.encode()
-    if len(data) > INSTRUCTION_BYTES:
-        raise ConfigError(
-            f"An instruction may have {INSTRUCTION_BYTES} bytes, got {len(data)} bytes: '{text}'. Shorten it."
-        )
-    return np.frombuffer(data.ljust(INSTRUCTION_BYTES, b"\0"), np.uint8)
 
 
 class InitState(NamedTuple):

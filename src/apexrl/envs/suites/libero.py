@@ -25,10 +25,10 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
+from apexrl.core.errors import ConfigError, EnvError, EnvStateError, did_you_mean
 from apexrl.envs.display import draw_without_display
 from apexrl.envs.suites.base import Simulator, Split, TaskSuite, own_split
 from apexrl.envs.suites.painting import Painter
-from apexrl.errors import ConfigError, EnvError, EnvStateError, did_you_mean
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Control steps an episode may take, as is usual for each suite."""

@@ -14,11 +14,11 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from apexrl.core.errors import ConfigError, EnvError, did_you_mean
 from apexrl.envs.display import draw_without_display
 from apexrl.envs.suites.base import Simulator, Split, TaskSuite, own_split
 from apexrl.envs.suites.instructions import INSTRUCTIONS, MT10
 from apexrl.envs.suites.painting import Painter
-from apexrl.errors import ConfigError, EnvError, did_you_mean
 
 TASK_NAMES: tuple[str, ...] = tuple(INSTRUCTIONS)
 """All 50 tasks, in Meta-World's order."""

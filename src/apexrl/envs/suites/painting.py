@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from apexrl.core.errors import EnvError
 from apexrl.envs.display import MUJOCO_HINT
-from apexrl.errors import EnvError
 
 
 class Painter:

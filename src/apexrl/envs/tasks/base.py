@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
+from apexrl.core.errors import ConfigError, EnvError, EnvStateError
+from apexrl.core.metrics import MetricSpec
+from apexrl.core.system.acceleration import Acceleration, Compiled
+from apexrl.core.types import EnvStep, Observation
 from apexrl.envs.base import VecEnv
 from apexrl.envs.tasks.drawing import Canvas
-from apexrl.errors import ConfigError, EnvError, EnvStateError
-from apexrl.graphs import Acceleration, Compiled
-from apexrl.metrics import MetricSpec
-from apexrl.types import EnvStep, Observation
 
 
 class Transition(NamedTuple):

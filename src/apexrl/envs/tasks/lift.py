@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from apexrl.core.errors import ConfigError
+from apexrl.core.metrics import MetricSpec
 from apexrl.envs.tasks.base import TensorTask, Transition
 from apexrl.envs.tasks.drawing import GREEN, INK, LIGHT, MUTED, ORANGE, STEEL, WOOD, Canvas
-from apexrl.errors import ConfigError
-from apexrl.metrics import MetricSpec
 
 # Lengths in metres, speeds in metres a second. In one step a finger moves at most (0.5 + 0.2) * 0.05 = 0.035,
 # less than the 0.04 between the centres of a finger and the narrowest block in touch: nothing tunnels.

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from apexrl.core.errors import ConfigError, did_you_mean
+from apexrl.core.metrics import MetricSpec
+from apexrl.core.types import CMD_KEY, OBJECT_KEY, OBS_KEY, OBS_PRIV_KEY
 from apexrl.envs.changes import check_change_step, is_number
 from apexrl.envs.tasks.base import TensorTask, Transition
 from apexrl.envs.tasks.drawing import BLUE, GREEN, GRID, INK, LIGHT, MUTED, ORANGE, STEEL, Canvas, Color, Point
-from apexrl.errors import ConfigError, did_you_mean
-from apexrl.metrics import MetricSpec
-from apexrl.types import CMD_KEY, OBJECT_KEY, OBS_KEY, OBS_PRIV_KEY
 
 # SI units.
 DT: Final = 0.05

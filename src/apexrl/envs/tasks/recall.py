@@ -8,10 +8,10 @@ import gymnasium as gym
 import torch
 from torch import Tensor
 
+from apexrl.core.errors import ConfigError
+from apexrl.core.metrics import MetricSpec
 from apexrl.envs.tasks.base import TensorTask, Transition
 from apexrl.envs.tasks.drawing import BLUE, GREEN, GRID, MUTED, ORANGE, RED, STEEL, Canvas
-from apexrl.errors import ConfigError
-from apexrl.metrics import MetricSpec
 
 COLORS: Final = (BLUE, ORANGE, GREEN, RED)
 

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.errors import ConfigError
-from apexrl.functional.episodes import stack_episodes
+from apexrl.core.errors import ConfigError
+from apexrl.core.functional.episodes import stack_episodes
+from apexrl.core.types import ACTION, METRIC, OBSERVATION, VALID
 from apexrl.policies.vla.flow import CONDITIONAL, UNCONDITIONAL, masked_mean_square
 from apexrl.policies.vla.policy import VALID_STEPS, VLAPolicy
-from apexrl.types import ACTION, METRIC, OBSERVATION, VALID
 
 Batch = Mapping[str, Any] | TensorDict
 Advantages = Tensor | NDArray[Any] | Sequence[float]

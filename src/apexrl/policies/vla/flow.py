@@ -28,8 +28,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from apexrl.errors import ConfigError
-from apexrl.models import DiagGaussian
+from apexrl.core.errors import ConfigError
+from apexrl.policies.networks import DiagGaussian
 from apexrl.policies.vla.model import ActionExpert, Prefix
 
 UNCONDITIONAL, CONDITIONAL = 0, 1

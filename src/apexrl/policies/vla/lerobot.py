@@ -13,13 +13,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.errors import ConfigError, did_you_mean
-from apexrl.models import leaves
-from apexrl.models.encoder import is_picture, leaf_spaces
+from apexrl.core.errors import ConfigError, did_you_mean
+from apexrl.core.observations import is_picture, leaf_spaces
+from apexrl.core.types import ACTION, INSTRUCTION_KEY, OBSERVATION, STATE_KEY, Carry, Observation, PolicyOutput
 from apexrl.policies.base import Policy
+from apexrl.policies.networks import leaves
 from apexrl.policies.vla.policy import VALID_STEPS
 from apexrl.policies.vla.scaling import Scaling
-from apexrl.types import ACTION, INSTRUCTION_KEY, OBSERVATION, STATE_KEY, Carry, Observation, PolicyOutput
 
 KINDS = {
     "smolvla": ("lerobot.policies.smolvla.modeling_smolvla", "SmolVLAPolicy"),

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from apexrl.errors import ConfigError
-from apexrl.models import DiagGaussian
-from apexrl.models.distributions import bounded
+from apexrl.core.errors import ConfigError
+from apexrl.policies.networks import DiagGaussian
+from apexrl.policies.networks.distributions import bounded
 
 DistributionKind = Literal["gaussian", "laplace"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from apexrl.errors import ConfigError
+from apexrl.core.errors import ConfigError
 from apexrl.policies.vla.lora import projection
 
 

@@ -12,16 +12,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.errors import ConfigError, did_you_mean
-from apexrl.models import DiagGaussian, Distribution, leaves
-from apexrl.models.encoder import is_picture, leaf_spaces, select_groups
-from apexrl.policies.base import Policy
-from apexrl.policies.vla.flow import FlowHead, NoiseKind, masked_mean_square
-from apexrl.policies.vla.likelihood import DiagLaplace, DistributionKind, LikelihoodHead
-from apexrl.policies.vla.model import SIZES, ActionExpert, Dimensions, Prefix, PrefixTransformer
-from apexrl.policies.vla.scaling import Scaling
-from apexrl.policies.vla.towers import PictureTower, StateTower, TextTower, default_patch
-from apexrl.types import (
+from apexrl.core.errors import ConfigError, did_you_mean
+from apexrl.core.observations import is_picture, leaf_spaces, select_groups
+from apexrl.core.types import (
     ACTION,
     INSTRUCTION_KEY,
     OBSERVATION,
@@ -31,6 +24,13 @@ from apexrl.types import (
     Observation,
     PolicyOutput,
 )
+from apexrl.policies.base import Policy
+from apexrl.policies.networks import DiagGaussian, Distribution, leaves
+from apexrl.policies.vla.flow import FlowHead, NoiseKind, masked_mean_square
+from apexrl.policies.vla.likelihood import DiagLaplace, DistributionKind, LikelihoodHead
+from apexrl.policies.vla.model import SIZES, ActionExpert, Dimensions, Prefix, PrefixTransformer
+from apexrl.policies.vla.scaling import Scaling
+from apexrl.policies.vla.towers import PictureTower, StateTower, TextTower, default_patch
 
 DENOISING = "denoising"
 """``[..., K + 1, chunk * A]``: the path from noise to the normalised chunk that a flow policy took."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from apexrl.errors import ConfigError
+from apexrl.core.errors import ConfigError
 
 
 class Scaling(nn.Module):

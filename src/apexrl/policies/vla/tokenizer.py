@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from apexrl.envs.suites import base
-from apexrl.envs.suites.base import INSTRUCTION_BYTES
+from apexrl.core import instructions
+from apexrl.core.instructions import INSTRUCTION_BYTES
 
 NUM_HASHES = 2
 _MULTIPLIERS = (1_540_483_477, 2_027_808_485)
@@ -28,7 +28,7 @@ def encode_instruction(text: str) -> Tensor:
     Raises:
         ConfigError: when it is too long.
     """
-    return torch.tensor(base.encode_instruction(text))
+    return torch.tensor(instructions.encode_instruction(text))
 
 
 class WordTokenizer(nn.Module):

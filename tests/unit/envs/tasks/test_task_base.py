@@ -10,9 +10,9 @@ from gymnasium.spaces import Box, Dict, Discrete
 from tests.refusals import refused
 from torch import Tensor
 
+from apexrl.core.errors import ConfigError, EnvError, EnvStateError
+from apexrl.core.types import Observation
 from apexrl.envs.tasks import TASKS, CartPole, Lift, Pendulum, Recall, TensorTask
-from apexrl.errors import ConfigError, EnvError, EnvStateError
-from apexrl.types import Observation
 
 every_task = pytest.mark.parametrize("task_class", TASKS.values(), ids=TASKS.keys())
 

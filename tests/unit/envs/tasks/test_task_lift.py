@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from apexrl.core.types import EnvStep
 from apexrl.envs.tasks import Lift
 from apexrl.envs.tasks.lift import COLUMNS, FINGER_WIDTH, MAX_GAP
-from apexrl.types import EnvStep
 
 SIZE = 0.03
 OPEN, CLOSE = -1.0, 1.0

@@ -10,12 +10,12 @@ from tensordict import TensorDict
 from tests.refusals import refused
 from torch import Tensor
 
+from apexrl.core.errors import ConfigError
+from apexrl.core.system.acceleration import Acceleration
+from apexrl.core.types import CMD_KEY, OBJECT_KEY, OBS_KEY, OBS_PRIV_KEY, EnvStep, Observation
 from apexrl.envs import check_env, make_env
 from apexrl.envs.tasks import Payload
 from apexrl.envs.tasks.payload import PARAMETERS, SECTION_SIZES, SECTIONS
-from apexrl.errors import ConfigError
-from apexrl.graphs import Acceleration
-from apexrl.types import CMD_KEY, OBJECT_KEY, OBS_KEY, OBS_PRIV_KEY, EnvStep, Observation
 
 EVEN = {"mass": 3.0, "friction": 0.2, "drag": 2.0, "gain": 0.5, "latency": 0}
 

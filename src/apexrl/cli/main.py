@@ -1,0 +1,151 @@
+"""The command line: reads the arguments, runs the command, and turns problems into one message."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from apexrl.cli.commands import MODULES
+from apexrl.cli.common import Command, Overrides, Parser
+from apexrl.core.errors import ApexRLError, ConfigError, did_you_mean
+
+_NO_MEMORY = re.compile(r"allocate memory|not enough memory|out of memory|Storage size", re.IGNORECASE)
+"""How PyTorch says it; its exception is a plain RuntimeError on the CPU."""
+DESCRIPTION = """\
+Train robot policies with reinforcement learning.
+
+  apexrl train                                 train the default preset (lift_ppo)
+  apexrl train cartpole_ppo --task.id Acrobot-v1 --training.seed 3
+  apexrl train my_run.yaml --run-dir runs/mine
+  apexrl train --resume runs/mine              go on after a kill, a crash or Ctrl-C
+  apexrl train lift_ppo --seeds 5              five seeds, with what they say together
+  apexrl sweep my_sweep.yaml                   search for a configuration
+  apexrl eval runs/mine --episodes 200         success and return, with intervals
+  apexrl manifest lift --output lift.json      pin the episodes of an evaluation: eval --manifest repeats them
+  apexrl compare runs/a runs/b                 pair their episodes and say whether the difference is real
+  apexrl play runs/mine                        write a video
+  apexrl export runs/mine                      write policy.onnx and policy.pt for a robot
+  apexrl plot runs/a runs/b                    draw learning curves
+  apexrl report runs/a runs/b                  write one HTML page about them
+  apexrl demos mt10 --per-task 10              record demonstrations to imitate
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; problems that the user can mend give one message and exit code 2."""
+    try:
+        with _plain_warnings():
+            return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except ApexRLError as error:
+        return _end(str(error))
+    except BrokenPipeError:
+        # Whoever read our output has gone; nothing must be written when Python flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        return _end(f"{error.strerror or error}{where}")
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
+            raise
+        return _end(
+            "There is not enough memory. Lower task.num_envs, algo.num_steps, policy.hidden_dims, "
+            "policy.critic_hidden_dims, policy.memory_dim or algo.replay_capacity; on a suite of tasks "
+            "task.num_parallel_envs, task.max_cached_envs, algo.minibatch_size, algo.micro_batch_size or policy.size."
+        )
+    except KeyboardInterrupt:
+        print("apexrl: interrupted.", file=sys.stderr)
+        return 130
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Write warnings as one line, without the source that raised them."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"apexrl: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+def _end(message: str) -> int:
+    """Say why the command ends; under torchrun, every rank but 0 with its number."""
+    rank = os.environ.get("RANK", "0") if "TORCHELASTIC_RUN_ID" in os.environ else "0"
+    print(f"apexrl: {message}" if rank == "0" else f"apexrl: Rank {rank}: {message}", file=sys.stderr)
+    return 2
+
+
+def _run(words: list[str]) -> int:
+    parser, commands = _parser()
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        raise ConfigError(
+            f"Unknown command '{words[0]}'; commands are {', '.join(commands)}.{did_you_mean(words[0], commands)}"
+        )
+    # Before argparse, which would take the value of an option that it does not know for the preset.
+    overrides, words = _split_overrides(words)
+    options, rest = parser.parse_known_args(words)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    rest += [f"--{name}" for name, _ in overrides if options.command not in ("train", "manifest")]
+    if rest:
+        raise ConfigError(_unknown(rest[0], options.command))
+    run: Command = options.run
+    return run(options, overrides)
+
+
+def _parser() -> tuple[Parser, list[str]]:
+    """Return the parser and the names of its commands."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser("apexrl", description=DESCRIPTION, formatter_class=formatter)
+    children = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    def command(name: str, help_text: str, run: Command) -> Parser:
+        child = children.add_parser(
+            name, help=help_text, description=help_text, formatter_class=formatter, allow_abbrev=False
+        )
+        child.set_defaults(run=run)
+        return child
+
+    for module in MODULES:
+        module.register(command)
+    return parser, list(children.choices)
+
+
+def _split_overrides(words: list[str]) -> tuple[Overrides, list[str]]:
+    """Take ``--section.key value`` and ``--section.key=value`` out of the arguments."""
+    overrides: Overrides = []
+    others: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        name, has_value, value = word.partition("=")
+        if not (name.startswith("--") and "." in name):
+            others.append(word)
+            continue
+        if not has_value:
+            value = next(remaining, "--")
+            if value.startswith("--"):
+                raise ConfigError(f"Option '{name}' needs a value.")
+        overrides.append((name[2:], value))
+    return overrides, others
+
+
+def _unknown(word: str, command: str) -> str:
+    """Return a message about an argument that no command takes."""
+    if not word.startswith("-"):
+        return f"Unexpected argument '{word}'. 'apexrl {command} --help' shows how."
+    hint = ""
+    if command == "train":
+        from apexrl.run.config import field_paths
+
+        known = ["--run-dir", "--resume", "--config_path", "--seeds", "--jobs"]
+        known += [f"--{path}" for path in field_paths()]
+        same_key = [path for path in known if path.endswith(f".{word.lstrip('-')}")]
+        hint = did_you_mean(word, same_key or known)
+    return f"Unknown option '{word}'.{hint} 'apexrl {command} --help' lists all."

@@ -1,0 +1,1 @@
+"""Demonstrations: recorded, read, and handed to an algorithm."""

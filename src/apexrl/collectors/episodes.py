@@ -1,0 +1,278 @@
+"""Whole episodes of a task suite from given init states, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+from torch import Tensor
+
+from apexrl.core.errors import ConfigError, EnvError, did_you_mean
+from apexrl.core.functional.episodes import side_by_side
+from apexrl.core.metrics import EpisodeMetrics, fold_episodes
+from apexrl.core.result import EvaluationResult, without_lost
+from apexrl.core.types import ACTION, GROUP, METRIC, NEXT_OBSERVATION, OBSERVATION, VALID, Actor, Carry
+from apexrl.envs.suites.base import InitState, Split, TaskSuite, own_split
+from apexrl.envs.suites.env import SuiteVecEnv
+from apexrl.policies.base import Policy
+from apexrl.rollout import LOG, initial_state, left_alone, make_actor, rollout
+
+SUCCESS, CONTROL_STEPS, EPISODE_ID, LOST = "success", "control_steps", "episode_id", "lost"
+"""Metrics of a ``SuiteVecEnv``."""
+CreatedEnv = tuple[SuiteVecEnv, int, int]
+"""The environments, the number of the task they run, and how many they are."""
+
+
+class SuiteRunner:
+    """Runs a policy from given init states; all episodes of a call share the environments and the inference.
+
+    Args:
+        env: the environments of the suite; each worker keeps the simulators it made.
+        policy: its current weights act.
+        random_init: draw initial states at random, where the suite can, instead of taking those of its splits; what
+            it finds cannot be compared with others' results.
+    """
+
+    def __init__(self, env: SuiteVecEnv, policy: Policy, *, random_init: bool = False) -> None:
+        self.env, self.policy, self.random_init = env, policy, random_init
+        if random_init:
+            env.suite.random_init_state(0, (0,))  # a suite that cannot says so at once
+        self.on_step: Callable[[], None] | None = None
+        """Called before every step of the environments here; what it raises ends the episodes."""
+
+    @property
+    def suite(self) -> TaskSuite:
+        """The tasks."""
+        return self.env.suite
+
+    @property
+    def num_envs(self) -> int:
+        """Environments that run at once."""
+        return self.env.num_envs
+
+    @property
+    def created(self) -> int:
+        """Simulators made so far."""
+        return self.env.created
+
+    @property
+    def seconds_creating(self) -> float:
+        """Time that making them took, all together."""
+        return self.env.seconds_creating
+
+    def release_envs(self) -> None:
+        """Close the simulators; the next episodes create others."""
+        self.env.release()
+
+    def create_parallel_envs(self, task_name: str) -> CreatedEnv:
+        """Return the environments of a task. Their workers make a simulator when a task first needs it, and keep it.
+
+        Raises:
+            ConfigError: when the suite has no task of that name.
+        """
+        if task_name not in self.suite.task_names:
+            raise ConfigError(
+                f"task.task_names_to_use: '{self.suite.name}' has no task '{task_name}'."
+                + did_you_mean(task_name, self.suite.task_names)
+            )
+        return self.env, list(self.suite.task_names).index(task_name), self.num_envs
+
+    def run_policy_in_env(
+        self,
+        task_name: str,
+        init_states: Sequence[NDArray[np.float64]] | None = None,
+        created_env: CreatedEnv | None = None,
+        *,
+        keep: Collection[str] | None = None,
+        deterministic: bool = False,
+        max_steps: int | None = None,
+    ) -> TensorDict:
+        """Run one episode of a task from each init state; returns what ``run_episodes`` does.
+
+        Without init states there is one episode for every environment, from the first ones of the training split, or
+        with ``random_init`` from random ones, drawn with PyTorch's generator.
+        """
+        env, task_id, env_num = created_env or self.create_parallel_envs(task_name)
+        if init_states is None:
+            init_states = self._init_states(task_id, "train", env_num, int(torch.randint(2**31 - 1, ())))
+        episodes = [InitState(task_id, state) for state in init_states]
+        return self.run_episodes(episodes, keep=keep, deterministic=deterministic, env=env, max_steps=max_steps)
+
+    @torch.no_grad()
+    def run_episodes(
+        self,
+        episodes: Sequence[InitState],
+        *,
+        keep: Collection[str] | None = None,
+        deterministic: bool = False,
+        env: SuiteVecEnv | None = None,
+        max_steps: int | None = None,
+    ) -> TensorDict:
+        """Run every episode to its end.
+
+        Args:
+            episodes: where they start.
+            keep: keys to store besides the outcomes and the metrics; None stores everything but the successors.
+            deterministic: take the mode of the action distribution instead of sampling.
+            env: other environments of the suite.
+            max_steps: control steps after which an episode is truncated; those of the environments when not given.
+
+        Returns:
+            ``[T, E]`` on the environments' device: column ``e`` is episode ``e`` from its first step on, then zeros
+            up to the length of the longest; ``valid`` marks the steps that were taken.
+
+        Raises:
+            EnvError: when the environments do not end their episodes.
+        """
+        env = env or self.env
+        actor = self._watched(make_actor(self.policy, env.device, deterministic=deterministic))
+        env.assign(episodes, max_steps)
+        num_chunks = -(-(max_steps or env.horizon) // env.chunk)
+        carry: Carry = {OBSERVATION: env.reset(), **initial_state(self.policy, env)}
+        segments: list[TensorDict] = []
+        while env.busy:
+            # Every segment ends an episode in each busy environment.
+            if len(segments) > len(episodes):
+                raise EnvError(f"{len(episodes)} episodes did not end within {len(segments)} times {num_chunks} steps.")
+            segment, carry = rollout(env, actor, carry, num_chunks, keep=keep, until_done=True)
+            segments.append(segment.exclude(LOG, NEXT_OBSERVATION))
+        return pack_episodes(TensorDict.cat(segments), len(episodes))
+
+    def _watched(self, actor: Actor) -> Actor:
+        check = self.on_step
+        if check is None:
+            return actor
+
+        def act(carry: Carry) -> dict[str, Tensor]:
+            check()
+            return actor(carry)
+
+        return act
+
+    def run(
+        self,
+        episodes_per_task: int | None = None,
+        *,
+        env: SuiteVecEnv | None = None,
+        split: Split = "val",
+        deterministic: bool = True,
+        seed: int = 0,
+    ) -> EvaluationResult:
+        """Evaluate the policy on every task as ``evaluate`` does, but from init states that are chosen.
+
+        Args:
+            episodes_per_task: each from another init state, the first ones of the split; all of them when not given.
+                With ``random_init`` as many random ones.
+            env: other environments than those of training, which must rest.
+            split: where the init states are from.
+            deterministic: take the mode of the action distribution instead of sampling.
+            seed: of sampling, and of random init states.
+
+        Returns:
+            The episodes that were not lost, task after task.
+        """
+        if episodes_per_task is not None and episodes_per_task < 1:
+            raise ValueError(f"episodes_per_task must be at least 1, got {episodes_per_task}")
+        episodes = [
+            InitState(task_id, state)
+            for task_id in range(self.suite.num_tasks)
+            for state in self._init_states(task_id, split, episodes_per_task, seed)
+        ]
+        with left_alone(self.policy, seed):
+            batch = self.run_episodes(episodes, keep=(), deterministic=deterministic, env=env)
+        finished = fold_episodes(batch, self.env.metric_specs, EpisodeMetrics())
+        # Of every column the first episode, which is the only one.
+        ended, *values = torch.stack([finished.ended.double(), *finished.value.values()])[:, 0].cpu().numpy()
+        columns = {name: value[ended > 0] for name, value in zip(finished.value, values, strict=True)}
+        return without_lost(columns, self.suite.task_names, num_never_begun=int((ended == 0).sum()))
+
+    def _init_states(self, task_id: int, split: Split, count: int | None, seed: int) -> list[NDArray[np.float64]]:
+        """Return the first states of a split, all where ``count`` is None; with ``random_init`` as many random ones."""
+        states = self.suite.init_states(task_id, own_split(split))[:count]
+        if not self.random_init:
+            return states
+        numbers = range(len(states) if count is None else count)
+        return [self.suite.random_init_state(task_id, (seed % 2**63, number)) for number in numbers]
+
+    def plans(
+        self, states: Sequence[Sequence[NDArray[np.float64]]], per_task: int, *, seed: int = 0
+    ) -> list[dict[int, NDArray[np.float32]]]:
+        """Let the policy act as well as it can, and keep what led to the goal.
+
+        Args:
+            states: for each task the init states, which are tried in this order.
+            per_task: successes wanted of each task.
+            seed: of what a policy draws even so.
+
+        Returns:
+            For each task, by the number of the init state, the actions ``[n, A]`` up to the goal, for ``record_demos``.
+        """
+        found: list[dict[int, NDArray[np.float32]]] = [{} for _ in states]
+        tried = [0] * len(states)
+        while True:
+            numbers: list[tuple[int, int]] = []
+            for task_id, known in enumerate(states):
+                end = min(len(known), tried[task_id] + per_task - len(found[task_id]))
+                numbers += [(task_id, number) for number in range(tried[task_id], end)]
+                tried[task_id] = end
+            if not numbers:
+                return found
+            episodes = [InitState(task_id, states[task_id][number]) for task_id, number in numbers]
+            with left_alone(self.policy, seed):
+                batch = self.run_episodes(episodes, keep=(ACTION,), deterministic=True)
+            chunks = batch[ACTION].float().unflatten(-1, (self.env.chunk, -1)).cpu().numpy()
+            taken = batch[METRIC, CONTROL_STEPS].squeeze(-1).long().cpu().numpy()
+            for column in successful_episodes(batch).nonzero().flatten().tolist():
+                task_id, number = numbers[column]
+                steps = zip(chunks[:, column], taken[:, column], strict=True)
+                found[task_id][number] = np.concatenate([chunk[:count] for chunk, count in steps])
+
+
+def pack_episodes(steps: TensorDict, num_episodes: int) -> TensorDict:
+    """Sort steps ``[S, N]`` by the metric ``episode_id`` into ``[T, E]``; those of no episode (-1) are left out.
+
+    Column ``e`` is episode ``e`` from its first step on, zeros follow its end, and ``valid`` tells the two apart.
+    """
+    ids = steps[METRIC, EPISODE_ID].squeeze(-1).long()
+    slot, time = (ids.T >= 0).nonzero(as_tuple=True)
+    episode = ids[time, slot]
+    # An episode stays in one environment, so a stable sort keeps its steps in order.
+    order = episode.argsort(stable=True)
+    slot, time, episode = slot[order], time[order], episode[order]
+    lengths = torch.bincount(episode, minlength=num_episodes)
+    place = torch.arange(len(episode), device=ids.device) - (lengths.cumsum(0) - lengths)[episode]
+    num_steps = int(lengths.max())
+
+    def pack(x: Tensor) -> Tensor:
+        packed = x.new_zeros((num_steps, num_episodes, *x.shape[2:]))
+        packed[place, episode] = x[time, slot]
+        return packed
+
+    batch = steps.apply(pack, batch_size=[num_steps, num_episodes])
+    assert batch is not None
+    batch[VALID] = (torch.arange(num_steps, device=ids.device)[:, None] < lengths).unsqueeze(-1)
+    return batch
+
+
+def join_groups(groups: list[TensorDict]) -> TensorDict:
+    """Put groups ``[T_p, n_p]`` side by side, padded with zeros, and number them."""
+    num_steps = max(int(group[VALID].sum(0).max()) for group in groups)
+    batch = side_by_side([group[:num_steps] for group in groups])
+    numbers = [number for number, group in enumerate(groups) for _ in range(group.shape[1])]
+    batch[GROUP] = torch.tensor(numbers, device=batch.device).view(1, -1, 1).repeat(len(batch), 1, 1)
+    return batch
+
+
+def lost_episodes(batch: TensorDict) -> Tensor:
+    """Tell which episodes of a packed batch were cut because their worker died, ``[E]``."""
+    lost: Tensor = (batch[METRIC, LOST] > 0).any(0) | ~batch[VALID].any(0)
+    return lost.squeeze(-1)
+
+
+def successful_episodes(batch: TensorDict) -> Tensor:
+    """Tell which episodes of a packed batch reached their goal, ``[E]``."""
+    successful: Tensor = (batch[METRIC, SUCCESS] > 0).any(0)
+    return successful.squeeze(-1)

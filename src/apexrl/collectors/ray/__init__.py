@@ -1,0 +1,1 @@
+"""Collection in Ray's workers."""

@@ -1,0 +1,436 @@
+"""Task metrics: what a task declares, how steps fold into episodes, and how the results are named in the logs.
+
+Training and evaluation share these definitions. Every step writes its metrics into ``[T, N, 1]`` storage on the
+device; after the rollout ``aggregate_metrics`` folds the storage once into the episodes that ended in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+from torch import Tensor
+
+from apexrl.core.errors import ConfigError
+from apexrl.core.system import distributed
+from apexrl.core.types import DONE, METRIC, REWARD
+
+Reduce = Literal["sum", "mean", "max", "min", "last"]
+
+
+RESERVED_NAMES = frozenset({"reward", "done", "return", "episode_len", "success_once", "success_at_end", "fail_once"})
+"""Fields that every episode has; no metric may take their names."""
+
+
+_EVENT_FIELDS = {"success": ("success_once", "success_at_end"), "fail": ("fail_once",)}
+
+
+IDENTITY_FIELDS = ("task_id", "episode_id")
+"""Metrics that say which episode it was; their means mean nothing and are not logged."""
+
+
+TASK_SUCCESS = "success_once of "
+"""Begins the name of an episode field that is the success of one task of several; the task's name follows."""
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """Declares one metric of a task.
+
+    The names ``success`` and ``fail`` are special: both are events, and an episode reports ``success_once`` (at any
+    step), ``success_at_end`` (at its last step) and ``fail_once`` instead of one folded number.
+    """
+
+    name: str
+    reduce: Reduce = "sum"
+    """How the steps of an episode become one number."""
+    group: str = "reward"
+    """The prefix under which training logs it; evaluation logs it under ``eval_reward/``."""
+    event: bool = False
+    """Reported only when it happens: once it was reported at all, an ended episode that did not report it counts 0.
+    Without this, such an episode is left out of the mean."""
+
+    def __post_init__(self) -> None:
+        if self.name in _EVENT_FIELDS:
+            object.__setattr__(self, "event", True)
+        if self.name in RESERVED_NAMES:
+            raise ConfigError(
+                f"A metric cannot be called '{self.name}': every episode has a field of that name. Rename it."
+            )
+        if self.reduce not in get_args(Reduce):
+            raise ConfigError(
+                f"MetricSpec.reduce of '{self.name}' must be one of {get_args(Reduce)}, got '{self.reduce}'."
+            )
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The episode fields that it becomes."""
+        return _EVENT_FIELDS.get(self.name, (self.name,))
+
+
+@dataclass(frozen=True)
+class FinishedEpisodes:
+    """The episodes that ended inside one rollout: row ``k`` of column ``n`` is the k-th of environment ``n``."""
+
+    ended: Tensor
+    """``[K, N]`` bool: which entries are real."""
+    value: dict[str, Tensor]
+    """``[K, N]`` float64 for each episode field; NaN where a metric was never reported."""
+    events: frozenset[str]
+    """The fields among them that are events: NaN there means that none was reported before the end of the rollout."""
+
+
+class EpisodeMetrics(Mapping[str, NDArray[np.float64]]):
+    """What unfinished episodes have so far, and running totals of the finished ones, all on the device.
+
+    As a mapping it holds the episode fields: ``episode_metrics["return"]`` are the returns of the episodes finished
+    since ``clear``, an array ``[E]``, where they are kept, else their mean, ``[1]``. ``"success"`` and ``"fail"`` are
+    ``success_once`` and ``fail_once``. Values that are not known are left out.
+
+    Args:
+        keep_episodes: keep the values of every finished episode until ``clear``.
+    """
+
+    def __init__(self, keep_episodes: bool = False) -> None:
+        self.finished: list[FinishedEpisodes] | None = [] if keep_episodes else None
+        self.unfinished: dict[str, Tensor] = {}
+        """``[N]`` partial sums and extremes of the running episodes."""
+        self.totals: dict[str, Tensor] = {}
+        """``[2]`` sum and count over finished episodes since ``clear``."""
+        self.specs: dict[str, MetricSpec] = {}
+        """Every metric folded so far; one that an environment reports again only later keeps its place."""
+        self.reported: dict[str, Tensor] = {}
+        """``[]`` bool: whether an event was ever reported."""
+
+    def events(self) -> set[str]:
+        """Return the episode fields of the events that were ever reported; reads them from the device."""
+        reported = to_host(self.reported)
+        return {field for name in self.reported if reported[name] for field in self.specs[name].fields}
+
+    def __getitem__(self, name: str) -> NDArray[np.float64]:
+        field = {"success": "success_once", "fail": "fail_once"}.get(name, name)
+        if field not in self.totals:
+            raise KeyError(f"No episode has reported '{name}'; there are {list(self)}.")
+        if self.finished is None:
+            value = self.means()[field].view(1)
+        else:
+            value = self.episodes()[field]
+            value = value[~value.isnan()]
+        return np.asarray(value.cpu(), np.float64)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.totals)
+
+    def __len__(self) -> int:
+        return len(self.totals)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def episodes(self) -> dict[str, Tensor]:
+        """Return what is kept: each field of the episodes finished since ``clear``, ``[E]``; NaN where not known."""
+        columns: dict[str, list[Tensor]] = {name: [] for name in self.totals}
+        for part in self.finished or ():
+            unknown = torch.full_like(part.value["episode_len"], torch.nan)
+            for name, column in columns.items():
+                column.append(part.value.get(name, unknown)[part.ended])
+        joined = {name: torch.cat(column) if column else torch.empty(0) for name, column in columns.items()}
+        # An event may have been reported for the first time after these episodes.
+        return joined | {name: joined[name].nan_to_num(0.0) for name in self.events() if name in joined}
+
+    def means(self) -> dict[str, Tensor]:
+        """Mean of each episode field over the episodes finished since ``clear``; NaN when there were none."""
+        if not self.totals:
+            return {}
+        sums, counts = torch.stack(list(self.totals.values())).unbind(-1)
+        return dict(zip(self.totals, (sums / counts).unbind(), strict=True))
+
+    def add_task_success(self, success: Tensor, task: Tensor, task_names: Sequence[str]) -> None:
+        """Add up the successes of finished episodes, those of each task as a field of its own.
+
+        Args:
+            success: whether each succeeded, ``[E]``.
+            task: the index of its task, ``[E]``.
+            task_names: of all tasks.
+        """
+        pairs = torch.stack((success.double(), torch.ones_like(success, dtype=torch.double)), -1)
+        totals = pairs.new_zeros(len(task_names), 2).index_add_(0, task, pairs)
+        for name, total in zip(task_names, totals, strict=True):
+            field = f"{TASK_SUCCESS}{name}"
+            self.totals[field] = self.totals[field] + total if field in self.totals else total
+
+    def count(self, name: str) -> Tensor:
+        """Return how many finished episodes the mean of a field stands for."""
+        return self.totals[name][1]
+
+    def clear(self) -> None:
+        """Forget the finished episodes; running ones are kept."""
+        for total in self.totals.values():
+            total.zero_()
+        if self.finished is not None:
+            self.finished.clear()
+
+    def restart(self) -> None:
+        """Forget the running episodes, because they were cut."""
+        self.unfinished = {}
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return running and finished totals as plain tensors, and the metrics as plain values."""
+        return {
+            "unfinished": {name: value.clone() for name, value in self.unfinished.items()},
+            "totals": {name: value.clone() for name, value in self.totals.items()},
+            "reported": {name: value.clone() for name, value in self.reported.items()},
+            "specs": {name: asdict(spec) for name, spec in self.specs.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
+        """Continue from ``state_dict``."""
+        self.unfinished = {name: value.to(device) for name, value in state["unfinished"].items()}
+        self.totals = {name: value.to(device) for name, value in state["totals"].items()}
+        # Checkpoints before format 6 have neither.
+        self.reported = {name: value.to(device) for name, value in state.get("reported", {}).items()}
+        self.specs = {name: MetricSpec(**values) for name, values in state.get("specs", {}).items()}
+
+
+def begun_before(num_envs: int, device: torch.device) -> dict[str, Tensor]:
+    """Return ``EpisodeMetrics.unfinished`` of episodes whose first steps nobody counted: they are left out."""
+    return {"episode_len": torch.full((num_envs,), torch.nan, dtype=torch.double, device=device)}
+
+
+class _Segments:
+    """Reduces ``[T, N]`` steps to ``[T + 1, N]`` episodes without leaving the device.
+
+    The steps of environment ``n`` up to and including its first done are segment 0, and so on; the last segment is
+    the episode that goes on. What the unfinished episode had before this rollout enters segment 0.
+    """
+
+    def __init__(self, done: Tensor, unfinished: dict[str, Tensor]) -> None:
+        self.done = done
+        self.segment = done.cumsum(0) - done.long()
+        self.count = done.sum(0, keepdim=True)
+        self.ended = torch.arange(len(done) + 1, device=done.device)[:, None] < self.count
+        self.unfinished = unfinished
+
+    def reduce(self, name: str, x: Tensor, how: Literal["sum", "amax", "amin"]) -> Tensor:
+        neutral = {"sum": 0.0, "amax": -torch.inf, "amin": torch.inf}[how]
+        out = x.new_full((len(x) + 1, x.shape[1]), neutral)
+        out[0] = self.unfinished.get(name, out[0])
+        out.scatter_reduce_(0, self.segment, x, how)
+        partial = out.gather(0, self.count)[0]
+        # In place where it exists, so that a captured rollout finds it where it left it.
+        self.unfinished[name] = self.unfinished[name].copy_(partial) if name in self.unfinished else partial
+        return out
+
+    def last(self, x: Tensor) -> Tensor:
+        zero = torch.zeros_like(x)
+        out = x.new_zeros((len(x) + 1, x.shape[1]))
+        return out.scatter_add_(0, self.segment, torch.where(self.done, x, zero))
+
+
+def aggregate_metrics(
+    metrics_storage: Mapping[str, Tensor],
+    metric_specs: Mapping[str, MetricSpec],
+    episode_metrics: EpisodeMetrics,
+) -> FinishedEpisodes:
+    """Fold the steps of one rollout into episodes; episodes that span rollouts are counted whole.
+
+    Args:
+        metrics_storage: ``done`` (or ``done_mask``), ``reward`` and every metric of the rollout, ``[T, N]`` or ``[T, N,
+            1]``. Without ``reward`` the episodes have no ``return`` and no ``reward``.
+        metric_specs: how each metric folds; one that is not in the storage is left out.
+        episode_metrics: receives partial sums of running episodes and totals of the finished ones.
+
+    Raises:
+        KeyError: when the storage has neither ``done`` nor ``done_mask``.
+    """
+    steps = {name: value.reshape(value.shape[:2]) for name, value in metrics_storage.items()}
+    done = steps.pop(DONE) if DONE in steps else steps.pop("done_mask", None)
+    if done is None:
+        raise KeyError(f"aggregate_metrics needs 'done' or 'done_mask'; the storage has {sorted(steps)}.")
+    steps = {name: value.double() for name, value in steps.items()}
+    segments = _Segments(done.bool(), episode_metrics.unfinished)
+    one = torch.ones_like(done, dtype=torch.double)
+    episode: dict[str, Tensor] = {}
+    if REWARD in steps:
+        episode["return"] = segments.reduce("return", steps[REWARD], "sum")
+    episode["episode_len"] = segments.reduce("episode_len", one, "sum")
+    if REWARD in steps:
+        episode["reward"] = episode["return"] / episode["episode_len"]
+    unknown = torch.full_like(one, torch.nan)
+    events: dict[str, Tensor] = {}
+    episode_metrics.specs.update(metric_specs)
+    for name, spec in episode_metrics.specs.items():
+        # One that was reported before, but not in this rollout, still belongs to episodes that end in it.
+        if name in steps or f"{name}/seen" in episode_metrics.unfinished or name in episode_metrics.reported:
+            x = steps.get(name, unknown)
+            fields = _fold(spec, x, segments)
+            if spec.event:
+                reported = _note_report(episode_metrics, name, x)
+                fields = {field: torch.where(reported & v.isnan(), 0.0, v) for field, v in fields.items()}
+                events.update(dict.fromkeys(fields, reported))
+            episode.update(fields)
+    totals, ended = episode_metrics.totals, segments.ended & ~episode["episode_len"].isnan()
+    for name, value in episode.items():
+        real = ended & ~value.isnan()
+        total = torch.stack((torch.where(real, value, 0.0).sum(), real.sum()))
+        totals[name] = totals[name].add_(total) if name in totals else total
+        if name in events:
+            # Also the episodes that ended before its first report, since ``clear``.
+            totals[name][1] = totals["episode_len"][1] * events[name]
+    finished = FinishedEpisodes(ended, episode, frozenset(events))
+    if episode_metrics.finished is not None:
+        episode_metrics.finished.append(finished)
+    return finished
+
+
+def _note_report(episode_metrics: EpisodeMetrics, name: str, x: Tensor) -> Tensor:
+    """Return whether an event was reported up to the end of these steps."""
+    known = (~x.isnan()).any()
+    # In place where it exists, as for the unfinished episodes.
+    before = episode_metrics.reported.get(name)
+    episode_metrics.reported[name] = known if before is None else before.logical_or_(known)
+    return episode_metrics.reported[name]
+
+
+def fold_episodes(
+    batch: TensorDict, metric_specs: Mapping[str, MetricSpec], episode_metrics: EpisodeMetrics
+) -> FinishedEpisodes:
+    """``aggregate_metrics`` on the outcomes and metrics of a batch ``[T, N]``."""
+    storage = {REWARD: batch[REWARD], DONE: batch[DONE]}
+    if METRIC in batch:
+        storage.update(batch[METRIC].items())
+    return aggregate_metrics(storage, metric_specs, episode_metrics)
+
+
+def _fold(spec: MetricSpec, x: Tensor, segments: _Segments) -> dict[str, Tensor]:
+    known = ~x.isnan()
+    seen = segments.reduce(f"{spec.name}/seen", known.double(), "sum")
+
+    def known_only(value: Tensor) -> Tensor:
+        return torch.where(seen > 0, value, torch.nan)
+
+    if spec.name in ("success", "fail"):
+        ever = segments.reduce(spec.name, torch.where(known, x, 0.0).clamp(0.0, 1.0), "amax")
+        episode = {f"{spec.name}_once": known_only((ever > 0).double())}
+        if spec.name == "success":
+            last = segments.last(x)
+            episode["success_at_end"] = torch.where(last.isnan(), last, (last > 0).double())
+        return episode
+    if spec.reduce == "last":
+        return {spec.name: segments.last(x)}
+    if spec.reduce in ("max", "min"):
+        neutral = -torch.inf if spec.reduce == "max" else torch.inf
+        how: Literal["amax", "amin"] = "amax" if spec.reduce == "max" else "amin"
+        return {spec.name: known_only(segments.reduce(spec.name, torch.where(known, x, neutral), how))}
+    total = segments.reduce(spec.name, torch.where(known, x, 0.0), "sum")
+    return {spec.name: known_only(total / seen if spec.reduce == "mean" else total)}
+
+
+# The one table of log names: episode field -> names below "rollout/" in training and "eval/" in evaluation.
+# success_rate counts an episode as a success when it succeeded at any step.
+_FIELD_NAMES = {
+    "return": ("return",),
+    "episode_len": ("episode_len",),
+    "reward": ("reward",),
+    "success_once": ("success_once", "success_rate"),
+    "success_at_end": ("success_at_end",),
+    "fail_once": ("fail_once", "fail_rate"),
+}
+_TRAINING_ALIASES = {"return": "episode/mean_reward", "episode_len": "episode/mean_length"}
+
+
+def training_log_names(field: str, specs: Mapping[str, MetricSpec]) -> list[str]:
+    """Names under which training logs an episode field."""
+    if field.startswith(TASK_SUCCESS):
+        return [f"rollout/success_rate/{field.removeprefix(TASK_SUCCESS)}"]
+    if field not in _FIELD_NAMES:
+        return [f"{specs[field].group}/{field}"] if field in specs else [f"reward/{field}"]
+    names = [f"rollout/{name}" for name in _FIELD_NAMES[field]]
+    alias = _TRAINING_ALIASES.get(field)
+    return [*names, alias] if alias else names
+
+
+def evaluation_log_names(field: str) -> list[str]:
+    """Names under which evaluation logs an episode field."""
+    if field not in _FIELD_NAMES:
+        return [f"eval_reward/{field}"]
+    return [f"eval/{name}" for name in _FIELD_NAMES[field]]
+
+
+def to_host(values: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """Bring many scalars to the host in one transfer from each device."""
+    host = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
+    groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            groups.setdefault((value.device, value.dtype), {})[name] = value.detach().reshape(())
+    for device in {device for device, _ in groups}:
+        here = [group for (place, _), group in groups.items() if place == device]
+        stacked = torch.cat([torch.stack(list(group.values())).double() for group in here])
+        host.update(zip([name for group in here for name in group], stacked.tolist(), strict=True))
+    return {name: host[name] for name in values}
+
+
+ENDED_EPISODES = "rollout/episode_len"
+"""The log name whose weight is the number of ended episodes."""
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A mean, and how many numbers it stands for; the weight is asked for only where several processes learn."""
+
+    mean: Tensor
+    weight: Callable[[], Tensor | float]
+    event: bool = False
+    """Whether it is 0 for the ended episodes of a process that does not know it, once another does."""
+
+
+def merged_to_host(values: Mapping[str, Tensor | Weighted]) -> dict[str, float]:
+    """Bring many scalars to the host, as means over all processes: Σ w x / Σ w over those that know the number.
+
+    A name that one process alone knows, and a mean of nothing (NaN), are no problem: its process is left out, or counts
+    0 for each of its ended episodes where the name is an event.
+    """
+    means = {name: value.mean if isinstance(value, Weighted) else value for name, value in values.items()}
+    if distributed.world_size() == 1:
+        return to_host(means)
+    weights = {f"{name} weight": value.weight() for name, value in values.items() if isinstance(value, Weighted)}
+    flagged = [name for name, value in values.items() if isinstance(value, Weighted) and value.event]
+    everyone = distributed.gather((to_host({**means, **weights}), flagged))
+    events = {name: 0.0 for host, names in everyone for name in names if not math.isnan(host[name])}
+    sums: dict[str, float] = {}
+    totals: dict[str, float] = {}
+    for host, _ in everyone:
+        for name in (name for name in {**events, **host} if not name.endswith(" weight")):
+            is_event = name in events
+            weight = host.get(f"{ENDED_EPISODES if is_event else name} weight", 0.0 if is_event else 1.0)
+            value = host.get(name, math.nan)
+            value = 0.0 if is_event and math.isnan(value) else value
+            known = weight > 0 and not math.isnan(value)
+            sums[name] = sums.get(name, 0.0) + (weight * value if known else 0.0)
+            totals[name] = totals.get(name, 0.0) + (weight if known else 0.0)
+    return {name: value / totals[name] if totals[name] else math.nan for name, value in sums.items()}
+
+
+AVERAGED = frozenset(
+    f"collect/{name}" for name in ("staleness", "overlap", "worker_seconds", "attempts", "seconds_creating_envs")
+)
+"""Numbers about the collecting that say how it went in one process; the others are counts and rates."""
+
+
+def merged_collection(values: Mapping[str, float]) -> dict[str, float]:
+    """Merge numbers about the collecting over all processes: counts and rates add up, ``AVERAGED`` ones are averaged.
+
+    A name that one process alone knows is no problem.
+    """
+    found: dict[str, list[float]] = {}
+    for host in distributed.gather(dict(values)):
+        for name, value in host.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(each) / (len(each) if name in AVERAGED else 1) for name, each in found.items()}

@@ -1,0 +1,186 @@
+"""What an evaluation found: a value for every field of every episode, and summaries with intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apexrl.core.errors import EnvError
+from apexrl.core.functional.intervals import mean_interval, wilson_interval
+from apexrl.core.metrics import IDENTITY_FIELDS, evaluation_log_names
+from apexrl.core.types import TRUNCATED
+
+RATE_FIELDS = ("success_once", "success_at_end", "fail_once", TRUNCATED)
+TASK_FIELDS = ("success_at_end", "return", "episode_len")
+"""What the summary has of each task, besides its success."""
+StepRows = dict[int, list[dict[str, float]]]
+"""Environment index -> one row a step."""
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationResult(float):
+    """What every evaluated episode gave, and summaries of it. It is a number, the mean return: compare and compute."""
+
+    episodes: dict[str, NDArray[np.float64]]
+    """Episode field -> one value an episode; NaN where a metric was never reported."""
+    step_rows: StepRows | None = field(default=None, repr=False)
+    """One row a step for each environment, when asked for."""
+    task_names: Sequence[str] = ()
+    """Of an environment with several tasks."""
+    num_lost: int = 0
+    """Episodes that are not here because their worker died: they say nothing about the policy."""
+    sampled: EvaluationResult | None = field(default=None, repr=False)
+    """Of the same policy with sampled actions, when asked for. Where it earns more, mean actions get stuck."""
+
+    def __new__(cls, episodes: dict[str, NDArray[np.float64]], *_: Any, **__: Any) -> Self:
+        """Return the mean of the returns that are known, as a number."""
+        if isinstance(episodes, Real):  # ``statistics.mean`` converts its result to the class of its data
+            return float(episodes)  # type: ignore[return-value]
+        known = _known(episodes["return"])
+        return super().__new__(cls, known.mean() if len(known) else math.nan)
+
+    def __getnewargs__(self) -> tuple[Any]:
+        """Let copies and other processes create it from the episodes, as here."""
+        return (self.episodes,)
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes evaluated, without those that were lost."""
+        return len(self.episodes["return"])
+
+    def mean(self, name: str) -> float:
+        """Mean of an episode field over the episodes that reported it; NaN when none did."""
+        known = self._known(name)
+        return float(known.mean()) if len(known) else math.nan
+
+    def interval(self, name: str, confidence: float = 0.95) -> tuple[float, float]:
+        """Confidence interval of the mean: Wilson's for rates, Student's t for other fields.
+
+        NaN for one episode, unless it is a rate. Fewer than five episodes warn.
+        """
+        known = self._known(name)
+        if name in RATE_FIELDS and len(known):
+            return wilson_interval(int(known.sum()), len(known), confidence)
+        low, high = mean_interval(known, confidence) if len(known) > 1 else (math.nan, math.nan)
+        return float(low), float(high)
+
+    def logs(self) -> dict[str, float]:
+        """Return every mean under its log name, and the spread of the returns."""
+        fields = [name for name in self.episodes if name not in IDENTITY_FIELDS]
+        logs = {log: self.mean(name) for name in fields for log in evaluation_log_names(name)}
+        returns = self.episodes["return"]
+        for name, value in (
+            ("mean", returns.mean()),
+            ("std", returns.std()),
+            ("min", returns.min()),
+            ("max", returns.max()),
+        ):
+            logs[f"eval/{name}_reward"] = float(value)
+        if self.sampled is not None:
+            logs["eval/sampled_return"] = self.sampled.mean("return")
+        return logs
+
+    def record(self) -> dict[str, Any]:
+        """Return a JSON-able summary: episodes, and mean and interval of every field; for each task as well."""
+        record: dict[str, Any] = {"episodes": self.num_episodes}
+        if self.num_lost:
+            record["lost_episodes"] = self.num_lost
+        for name in self.episodes:
+            if name not in IDENTITY_FIELDS:
+                record.update(self._mean_and_interval(name))
+        if "success_once" in record:
+            record["success_rate"] = record["success_once"]
+            record["success_rate_interval"] = record["success_once_interval"]
+        if self.sampled is not None:
+            found = self.sampled._mean_and_interval("return")
+            record.update({f"sampled_{name}": value for name, value in found.items()})
+        if tasks := self.per_task():
+            record["per_task"] = {
+                name: {
+                    "success_rate": task.mean("success_once"),
+                    "interval": list(task.interval("success_once")),
+                    "episodes": task.num_episodes,
+                    **{
+                        key: value
+                        for field_name in TASK_FIELDS
+                        for key, value in task._mean_and_interval(field_name).items()
+                    },
+                }
+                for name, task in tasks.items()
+            }
+        return record
+
+    def _mean_and_interval(self, name: str) -> dict[str, Any]:
+        """Return both under their names; nothing where no episode reported the field, no interval where one did."""
+        if name not in self.episodes or not len(self._known(name)):
+            return {}
+        bounds = self.interval(name)
+        return {name: self.mean(name), f"{name}_interval": None if math.isnan(bounds[0]) else list(bounds)}
+
+    def per_task(self) -> dict[str, EvaluationResult]:
+        """Return the episodes of each task that had any; nothing for an environment with one task."""
+        parts = {}
+        for index, name in enumerate(self.task_names):
+            rows = self.episodes["task_id"] == index
+            if rows.any():
+                parts[name] = EvaluationResult({key: values[rows] for key, values in self.episodes.items()})
+        return parts
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        text = f"return {self.mean('return'):.2f}"
+        if self.num_episodes > 1:
+            low, high = self.interval("return")
+            text += f" (95 % interval {low:.2f} to {high:.2f})"
+        if self.sampled is not None:
+            text += f", {self.sampled.mean('return'):.2f} with sampled actions"
+        if "success_once" in self.episodes:
+            text += f", success {100 * self.mean('success_once'):.1f} %"
+            if self.num_episodes > 1:
+                low, high = self.interval("success_once")
+                text += f" ({100 * low:.1f} to {100 * high:.1f} %)"
+            text += f", at the end {100 * self.mean('success_at_end'):.1f} %"
+        text += f", over {self.num_episodes} episode{'s' if self.num_episodes > 1 else ''}"
+        return f"{text} ({self.num_lost} more lost: their workers died)" if self.num_lost else text
+
+    def __format__(self, spec: str) -> str:
+        return super().__format__(spec) if spec else self.summary()
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _known(self, name: str) -> NDArray[np.float64]:
+        return _known(self.episodes[name])
+
+
+def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return values[~np.isnan(values)]
+
+
+def without_lost(
+    episodes: dict[str, NDArray[np.float64]],
+    task_names: Sequence[str],
+    rows: StepRows | None = None,
+    num_never_begun: int = 0,
+) -> EvaluationResult:
+    """Leave out the episodes whose worker died, and say how many they are, with those that never began for that.
+
+    Raises:
+        EnvError: when none is left, or a return is not finite.
+    """
+    lost = episodes.get("lost", np.zeros_like(episodes["return"])) > 0
+    if lost.all():
+        raise EnvError("The evaluation lost every episode: the workers died. Use fewer environments.")
+    kept = {name: values[~lost] for name, values in episodes.items()}
+    if num_bad := int((~np.isfinite(kept["return"])).sum()):
+        raise EnvError(
+            f"The return of {num_bad} of {len(kept['return'])} evaluated episodes is not finite: the environment or "
+            "the policy produced it. 'apexrl check-env' looks at the environment."
+        )
+    return EvaluationResult(kept, rows, task_names, int(lost.sum()) + num_never_begun)

@@ -1,0 +1,1 @@
+"""The machine: acceleration, processes, files, random streams."""

@@ -1,0 +1,291 @@
+"""Several processes that learn together, as ``torchrun`` starts them; in a single process nothing here does anything.
+
+Every process steps environments of its own. What they learn from them is averaged or merged here, so that all of them
+hold the same weights and statistics, and take the same decisions. Process 0 alone writes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from apexrl.core.errors import ApexRLError, ConfigError
+from apexrl.core.system.seeding import POLICY, spawn_seed
+
+TIMEOUT_VARIABLE = "APEXRL_RANK_TIMEOUT"
+"""Environment variable: seconds after which a process that does not answer counts as lost."""
+DEFAULT_TIMEOUT = 600.0
+"""A process that ends is noticed at once; this is for those that hang, and must outlast the slowest rollout."""
+PATIENCE = timedelta(days=1)
+"""How long the others wait while process 0 evaluates or writes."""
+T = TypeVar("T")
+_patient: Any = None
+"""The group in which processes wait for the work of the first one; None is the default group."""
+
+
+class LostRankError(ApexRLError, RuntimeError):
+    """Another process of the run has ended or does not answer."""
+
+
+def _started_by_torchrun() -> bool:
+    return (
+        all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")) and int(os.environ["WORLD_SIZE"]) > 1
+    )
+
+
+def own_device(device: torch.device) -> torch.device:
+    """Return the device of this process: of several on a host, each has a GPU of its own."""
+    if device.type != "cuda" or not _started_by_torchrun():
+        return device
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"torchrun started process {index} of this host, which has {torch.cuda.device_count()} GPUs; lower "
+            "--nproc_per_node, or use --training.device cpu."
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def join(device: torch.device) -> None:
+    """Meet the other processes, when ``torchrun`` has started this one with others; only the first goes on printing.
+
+    Raises:
+        LostRankError: when they do not come.
+    """
+    global _patient
+    if not _started_by_torchrun() or dist.is_initialized():
+        return
+    timeout = timedelta(seconds=_timeout())
+    with _naming_the_cause():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        _patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+    atexit.register(_leave)
+    if not is_first():
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+
+
+def _leave() -> None:
+    with suppress(Exception):
+        dist.destroy_process_group()
+
+
+def _timeout() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < PATIENCE.total_seconds():
+        raise ConfigError(f"{TIMEOUT_VARIABLE} must be a positive number of seconds, got '{text}'.")
+    return seconds
+
+
+@contextmanager
+def _naming_the_cause() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(
+            "The other processes are lost: one of them has ended, or did not answer "
+            f"within {_timeout():g} s ({TIMEOUT_VARIABLE}). "
+            "The first error that a process printed says why; after a kill it is torchrun's 'Root Cause'."
+        ) from error
+
+
+def world_size() -> int:
+    """Return the number of processes that learn together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return the number of this process, from 0."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes."""
+    return rank() == 0
+
+
+def share(total: int, name: str) -> int:
+    """Return this process's part of a number that all share equally.
+
+    Raises:
+        ConfigError: when they cannot; ``name`` is the field.
+    """
+    if total % world_size():
+        raise ConfigError(
+            f"{name} is {total}, which {world_size()} processes cannot share equally; use a multiple of {world_size()}."
+        )
+    return total // world_size()
+
+
+def share_rounded(total: int, _: str) -> int:
+    """Return this process's part of a number that need not be split exactly, rounded up."""
+    return -(-total // world_size())
+
+
+def seed_apart(seed: int, total_steps: int = 0) -> None:
+    """Let the global random generators of every process but the first draw their own numbers, after so many steps."""
+    if not is_first():
+        own = spawn_seed(seed, POLICY, rank(), total_steps)
+        torch.manual_seed(own)
+        random.seed(own)
+        np.random.seed(own)
+
+
+@torch.no_grad()
+def mean(*tensors: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, ...]:
+    """Average tensors of one dtype over the processes, Σ w x / Σ w, in one exchange; a single process changes nothing.
+
+    The weight w of a process may be given as those of its samples, which are then added up. A number that
+    is not finite in one process is so in all of them afterwards.
+    """
+    if world_size() == 1:
+        return tensors
+    first = tensors[0]
+    weight = torch.as_tensor(weight, dtype=first.dtype, device=first.device).sum().reshape(1)
+    flat = torch.cat([*(tensor.detach().reshape(-1) * weight for tensor in tensors), weight])
+    with _naming_the_cause():
+        dist.all_reduce(flat)
+    # No weight anywhere means that there is nothing to average, and all of it is 0.
+    parts = torch.split(flat[:-1] / flat[-1].clamp_min(1e-12), [tensor.numel() for tensor in tensors])
+    return tuple(part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True))
+
+
+@torch.no_grad()
+def whole(x: Tensor) -> Tensor:
+    """Return ``[W · len(x), ...]``: the tensors of all W processes, which have the same shape, one after the other."""
+    if world_size() == 1:
+        return x
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(world_size())]
+    with _naming_the_cause():
+        dist.all_gather(parts, x.detach().contiguous())
+    return torch.cat(parts)
+
+
+def concatenated(x: Tensor) -> tuple[Tensor, slice]:
+    """Return ``whole`` of tensors that may differ in length, and which rows of it are this process's."""
+    if world_size() == 1:
+        return x, slice(None)
+    parts = gather(x.detach().cpu())
+    start = sum(len(part) for part in parts[: rank()])
+    return torch.cat(parts).to(x.device), slice(start, start + len(x))
+
+
+def own_part(x: Tensor) -> Tensor:
+    """Return from ``whole`` what is this process's."""
+    return x if world_size() == 1 else x.chunk(world_size())[rank()]
+
+
+def merged_moments(count: int, mean: Tensor, var: Tensor) -> tuple[int | Tensor, Tensor, Tensor]:
+    """Merge sample counts n, means m and variances v of all processes exactly.
+
+    N = Σ n,  M = Σ n m / N,  V = Σ n (v + (m − M)²) / N
+    """
+    if world_size() == 1:
+        return count, mean, var
+    parts = whole(torch.stack((torch.full_like(mean, count), mean, var)).unsqueeze(0))
+    counts, means, variances = parts.unbind(1)
+    total = counts.sum(0)
+    merged = (counts * means).sum(0) / total
+    spread = (counts * (variances + (means - merged).square())).sum(0) / total
+    return total.reshape(-1)[0], merged, spread
+
+
+@torch.no_grad()
+def everywhere(flag: Tensor) -> Tensor:
+    """Say on the device whether a 0-d truth holds in every process."""
+    return flag if world_size() == 1 else whole(flag.reshape(1).byte()).bool().all()
+
+
+@torch.no_grad()
+def anywhere(flag: Tensor) -> Tensor:
+    """Say on the device whether a 0-d truth holds in some process."""
+    return flag if world_size() == 1 else whole(flag.reshape(1).byte()).bool().any()
+
+
+def total(number: int) -> int:
+    """Sum a number over the processes."""
+    return sum(gather(number))
+
+
+def most(number: int) -> int:
+    """Return the largest of the processes' numbers."""
+    return max(gather(number))
+
+
+def gather(value: T) -> list[T]:
+    """Return the plain values of all processes, in their order."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    with _naming_the_cause():
+        dist.all_gather_object(values, value)
+    return values
+
+
+def gather_on_first(value: T) -> list[T]:
+    """Return the values of all processes to the first one, an empty list to the others."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] | None = [None] * world_size() if is_first() else None
+    with _naming_the_cause():
+        dist.gather_object(value, values, dst=0, group=_patient)
+    return values or []
+
+
+def on_first(function: Callable[[], T]) -> T:
+    """Call a function in the first process and give all of them what it returned; the others wait.
+
+    Raises:
+        SystemExit: in the others, when it failed in the first, which says why.
+    """
+    if world_size() == 1:
+        return function()
+    outcome: list[Any] = [None, None]
+    if is_first():
+        try:
+            outcome[0] = function()
+        except BaseException:
+            outcome[1] = "failed"
+            raise
+        finally:
+            _broadcast(outcome)
+    else:
+        _broadcast(outcome)
+        if outcome[1] is not None:
+            raise SystemExit(2)
+    return cast(T, outcome[0])
+
+
+def _broadcast(values: list[Any]) -> None:
+    with _naming_the_cause():
+        dist.broadcast_object_list(values, src=0, group=_patient)
+
+
+@torch.no_grad()
+def equalize(tensors: Iterable[Tensor]) -> None:
+    """Give every process the first one's numbers, in place."""
+    if world_size() == 1:
+        return
+    with _naming_the_cause():
+        for tensor in tensors:
+            if tensor.is_contiguous():
+                dist.broadcast(tensor, src=0)
+            else:
+                copy = tensor.contiguous()
+                dist.broadcast(copy, src=0)
+                tensor.copy_(copy)

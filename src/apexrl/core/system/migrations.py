@@ -1,0 +1,83 @@
+"""Versions of configurations and checkpoints, and for each of the two the functions that update older files.
+
+A version changes only when a field is removed, renamed or changes meaning; a field that is added has a default.
+The first function turns a file of the first supported version into one of the next, the second function that into one
+of the version after it, and so on; its docstring says what changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from apexrl.core.errors import CheckpointError, ConfigError
+
+Migration = Callable[[dict[str, Any]], dict[str, Any]]
+VERSION = "version"
+"""Key of a configuration's version; a file without it is of the current version."""
+FORMAT = "format"
+"""Key of a checkpoint's version."""
+FIRST_CONFIG_VERSION = 6
+FIRST_CHECKPOINT_FORMAT = 6
+"""Files with smaller numbers were written before the first release."""
+CONFIG_MIGRATIONS: tuple[Migration, ...] = ()
+CHECKPOINT_MIGRATIONS: tuple[Migration, ...] = ()
+CONFIG_VERSION = FIRST_CONFIG_VERSION + len(CONFIG_MIGRATIONS)
+CHECKPOINT_FORMAT = FIRST_CHECKPOINT_FORMAT + len(CHECKPOINT_MIGRATIONS)
+
+
+def migrated_config(raw: Mapping[str, Any], where: str = "This configuration") -> dict[str, Any]:
+    """Return the sections of a configuration as the current version has them, without the number.
+
+    Args:
+        raw: plain values, which are not modified.
+        where: what a message calls it.
+
+    Raises:
+        ConfigError: when its version is newer or no longer supported, or is not an integer.
+    """
+    number = raw.get(VERSION, CONFIG_VERSION)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ConfigError(
+            f"{where}: {VERSION} must be an integer, got {number!r}; leave the line out of a file that you write "
+            "yourself."
+        )
+    if not FIRST_CONFIG_VERSION <= number <= CONFIG_VERSION:
+        fix = "Update apexrl." if number > CONFIG_VERSION else "Start from a preset again; 'apexrl list' shows them."
+        raise ConfigError(
+            f"{where}: {VERSION} is {number}, but this apexrl reads {_range(FIRST_CONFIG_VERSION, CONFIG_VERSION)}. "
+            f"{fix}"
+        )
+    config = {name: dict(values) if isinstance(values, dict) else values for name, values in raw.items()}
+    config.pop(VERSION, None)
+    for migrate in CONFIG_MIGRATIONS[number - FIRST_CONFIG_VERSION :]:
+        config = migrate(config)
+    return config
+
+
+def migrated_checkpoint(content: dict[str, Any], where: object) -> dict[str, Any]:
+    """Return the content of a checkpoint as the current version has it.
+
+    Args:
+        content: as it was read; it may be changed.
+        where: what a message calls it.
+
+    Raises:
+        CheckpointError: when it has no number, or its version is newer or no longer supported.
+    """
+    number = content.get(FORMAT)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise CheckpointError(f"{where} was not written by apexrl: it has no format number.")
+    if not FIRST_CHECKPOINT_FORMAT <= number <= CHECKPOINT_FORMAT:
+        fix = "Update apexrl." if number > CHECKPOINT_FORMAT else "Start a new run."
+        raise CheckpointError(
+            f"{where} has checkpoint format {number}, but this apexrl reads "
+            f"{_range(FIRST_CHECKPOINT_FORMAT, CHECKPOINT_FORMAT)}. {fix}"
+        )
+    for migrate in CHECKPOINT_MIGRATIONS[number - FIRST_CHECKPOINT_FORMAT :]:
+        content = migrate(content)
+    return {**content, FORMAT: CHECKPOINT_FORMAT}
+
+
+def _range(first: int, last: int) -> str:
+    return f"only {last}" if first == last else f"{first} to {last}"

@@ -1,0 +1,370 @@
+"""Deployment: a trained policy as files that need neither this package nor the task, and a card that explains them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import importlib.util
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+import apexrl
+from apexrl.agent import checkpoint
+from apexrl.core.errors import ConfigError, ExportError, RunDirError, did_you_mean
+from apexrl.core.observations import PRIVILEGED_GROUPS, leaves
+from apexrl.core.types import ACTION, DONE, OBSERVATION, Observation
+from apexrl.deploy.card import as_json, control, inputs_and_outputs
+from apexrl.envs import VecEnv
+from apexrl.policies import Policy
+from apexrl.rollout import initial_state, make_actor, rollout
+from apexrl.run import trained_policy
+from apexrl.run.sections import SuiteConfig, TaskConfig
+
+FORMAT = 1
+"""Version of the card's layout."""
+CARD = "policy.json"
+FILES = {"onnx": "policy.onnx", "torchscript": "policy.pt"}
+"""Format -> the file it is written to."""
+TOLERANCE = 1e-5
+"""A file whose actions differ from the policy's by this much, relative to actions above 1, is not kept."""
+NUM_ENVS, NUM_STEPS, MAX_EPISODE = 4, 100, 1000
+"""Of the rollout whose observations the files are tried on: so many steps more than an episode has, as far as that is
+known, so that a reset is among them; an episode counts as ``MAX_EPISODE`` steps at most."""
+OPSET = 17
+"""Of ONNX: everything that policies use exists in it, and runtimes from 2022 on read it."""
+
+Model: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""An exported file that was read again: inputs in the card's order to outputs in the card's order."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    directory: Path
+    """Holds ``policy.json`` and the files that it names."""
+    card: Mapping[str, Any]
+    """The content of ``policy.json``."""
+
+
+class DeployedPolicy(nn.Module):
+    """The deterministic policy as a function of plain tensors ``[B, ...]``.
+
+    Takes the observation's tensors that the policy reads, then its recurrent state; returns the action, inside its
+    bounds, and the next recurrent state. The environments of the package clip actions as well, so in them the
+    clipping changes nothing.
+
+    Args:
+        policy: in evaluation mode; its normaliser is part of the function.
+        action_space: of one environment.
+        obs: an example ``[B, ...]``.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    def __init__(self, policy: Policy, action_space: gym.Space[Any], obs: Observation) -> None:
+        super().__init__()
+        self.policy = policy
+        self.has_groups = not isinstance(obs, Tensor)
+        self.paths = read_paths(policy, obs)
+        self.state_names = list(policy.initial_memory(1))
+        self.has_bounds = isinstance(action_space, gym.spaces.Box)
+        if isinstance(action_space, gym.spaces.Box):
+            self.register_buffer("low", torch.as_tensor(action_space.low, dtype=torch.float32).flatten())
+            self.register_buffer("high", torch.as_tensor(action_space.high, dtype=torch.float32).flatten())
+
+    @property
+    def input_names(self) -> list[str]:
+        """Paths of the observation, then names of the recurrent state."""
+        return [*self.paths, *self.state_names]
+
+    @property
+    def output_names(self) -> list[str]:
+        """The action, then the recurrent state of the next step."""
+        return [ACTION, *(f"next_{name}" for name in self.state_names)]
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Act; a policy without memory returns the action alone."""
+        obs: Observation = inputs[0]
+        if self.has_groups:
+            obs = TensorDict({}, batch_size=[])
+            for path, value in zip(self.paths, inputs, strict=False):
+                obs[tuple(path.split("."))] = value
+        states = dict(zip(self.state_names, inputs[len(self.paths) :], strict=True))
+        output = self.policy.act({OBSERVATION: obs, **states}, deterministic=True)
+        action = self.clipped(output[ACTION])
+        return (action, *(output[name] for name in self.state_names)) if states else action
+
+    def clipped(self, action: Tensor) -> Tensor:
+        """Bring continuous actions inside their bounds, which may be infinite."""
+        return torch.minimum(torch.maximum(action, self.low), self.high) if self.has_bounds else action
+
+
+def export_policy(source: Path, output: Path | None = None, formats: Sequence[str] = tuple(FILES)) -> Exported:
+    """Write the newest checkpoint of a run, or one checkpoint, as files for deployment.
+
+    Args:
+        source: a run directory or a checkpoint.
+        output: a directory; None for ``export`` in the run directory.
+        formats: of ``onnx`` and ``torchscript``.
+
+    Raises:
+        ExportError: as ``write_policy``.
+    """
+    _check_formats(formats)
+    trained = trained_policy.load_trained(source)
+    task = trained.config.task
+    if isinstance(task, SuiteConfig):
+        raise ExportError(f"{source} was trained on the suite {task.id}; policies of suites cannot be exported yet.")
+    env = trained.make_env(NUM_ENVS)
+    try:
+        about = {**_origin(trained, task), "control": control(env, task)}
+        directory = _default_output(source) if output is None else output
+        return write_policy(trained.policy, env, directory, formats, about=about)
+    finally:
+        env.close()
+
+
+def write_policy(
+    policy: Policy,
+    env: VecEnv,
+    directory: Path,
+    formats: Sequence[str] = tuple(FILES),
+    *,
+    about: Mapping[str, Any] | None = None,
+) -> Exported:
+    """Write any policy as files for deployment; they are tried on the environment before they get their names.
+
+    Args:
+        policy: stays as it is.
+        env: of the policy's task; it is reset.
+        directory: made when it is not there.
+        formats: of ``onnx`` and ``torchscript``.
+        about: what the card says besides; plain values.
+
+    Raises:
+        ExportError: when a package is missing, the policy needs privileged observations, or a file acts differently.
+    """
+    _check_formats(formats)
+    policy = copy.deepcopy(policy).cpu().eval().requires_grad_(False)
+    batch = record(env, policy)
+    model = DeployedPolicy(policy, env.action_space, batch[OBSERVATION][0])
+    privileged = [path for path in model.paths if path.split(".")[0] in PRIVILEGED_GROUPS]
+    if privileged:
+        raise ExportError(
+            f"The actor sees {privileged}, which a robot cannot measure. Train with policy.actor_groups that leave it "
+            "out, or a student (algo.name ppo_roa)."
+        )
+    with _staging(directory) as staging:
+        difference = {name: _write(model, batch, name, staging / FILES[name]) for name in formats}
+        card = {
+            "format": FORMAT,
+            "apexrl": apexrl.__version__,
+            **(about or {}),
+            **inputs_and_outputs(policy, model.paths, env, batch[0]),
+            "use": {name: _USES[name].format(inputs=_arguments(name, model)) for name in formats},
+            "verification": {
+                "observations": batch.numel(),
+                "tolerance": TOLERANCE,
+                "largest_difference": difference,
+            },
+            "files": {FILES[name]: {"sha256": _sha256(staging / FILES[name])} for name in formats},
+        }
+        (staging / CARD).write_text(as_json(card), encoding="utf-8")
+        if (directory / CARD).exists():
+            for name in set(FILES.values()) - {FILES[name] for name in formats}:
+                (directory / name).unlink(missing_ok=True)  # of an earlier export: the new card does not describe it
+        # The card goes last: whoever finds its checksums right has a complete export.
+        for name in (*(FILES[name] for name in formats), CARD):
+            (staging / name).replace(directory / name)
+    return Exported(directory, card)
+
+
+def _write(model: DeployedPolicy, batch: TensorDict, name: str, path: Path) -> float:
+    """Write one format and try it; returns the largest difference."""
+    num_envs = batch.shape[1]
+    inputs = [*_observations(model, batch[0]), *model.policy.initial_memory(num_envs).values()]
+    written = _WRITERS[name](model, inputs, path)
+    difference = float(np.max([largest_difference(written, model, batch[:, :width]) for width in (num_envs, 1)]))
+    if not difference < TOLERANCE:  # also when it is not a number
+        raise ExportError(
+            f"{path.name} was not kept: its actions differ from the policy's by {difference:.1e}, which is not below "
+            f"{TOLERANCE:.0e}. Please report this with the configuration of the run."
+        )
+    return difference
+
+
+def record(env: VecEnv, policy: Policy) -> TensorDict:
+    """Let the policy act deterministically; returns the observations, actions and ends, ``[T, N]`` on the CPU."""
+    carry = {OBSERVATION: env.reset(seed=0), **initial_state(policy, env)}
+    actor = make_actor(policy, env.device, deterministic=True)
+    num_steps = NUM_STEPS + min(env.max_episode_steps or 0, MAX_EPISODE)
+    batch, _ = rollout(env, actor, carry, num_steps, keep={OBSERVATION, ACTION})
+    return batch.cpu()
+
+
+def read_paths(policy: Policy, obs: Observation) -> list[str]:
+    """Return the tensors of an observation that a policy cannot act without."""
+    if isinstance(obs, Tensor):
+        return [OBSERVATION]
+
+    def acts_without(path: str) -> bool:
+        try:
+            rest = obs.exclude(tuple(path.split(".")))
+            policy.act({OBSERVATION: rest, **policy.initial_memory(len(obs))}, deterministic=True)
+        except KeyError:
+            return False
+        return True
+
+    return [path for path in leaves(obs) if not acts_without(path)]
+
+
+def largest_difference(exported: Model, model: DeployedPolicy, batch: TensorDict) -> float:
+    """Largest ``|a' − a| / max(1, |a|)`` of exported actions a' and recorded ones a, over a batch ``[T, N]``.
+
+    The exported model lives from its own recurrent state, zero where an episode starts.
+    """
+    states: Sequence[Tensor] = list(model.policy.initial_memory(batch.shape[1]).values())
+    differences = []
+    for step in batch.unbind(0):
+        action, *states = exported([*_observations(model, step), *states])
+        ended = step[DONE].squeeze(-1)
+        states = [state.masked_fill(ended.view(-1, *[1] * (state.ndim - 1)), 0.0) for state in states]
+        wanted = model.clipped(step[ACTION]).double()
+        differences.append(((action.double() - wanted).abs() / wanted.abs().clamp_min(1.0)).max())
+    return float(torch.stack(differences).max())
+
+
+def _check_formats(formats: Sequence[str]) -> None:
+    for name in formats:
+        if name not in FILES:
+            raise ConfigError(
+                f"--format must name one or more of {','.join(FILES)}, got '{','.join(formats)}'."
+                + did_you_mean(name, FILES)
+            )
+    missing = [package for package in ("onnx", "onnxruntime") if importlib.util.find_spec(package) is None]
+    if missing and "onnx" in formats:
+        raise ExportError(
+            f"ONNX needs {' and '.join(missing)}: pip install 'apexrl[export]', or leave it out: --format torchscript."
+        )
+
+
+def _default_output(source: Path) -> Path:
+    directory = source if source.is_dir() else source.parent
+    return (directory.parent if directory.name == "checkpoints" else directory) / "export"
+
+
+@contextlib.contextmanager
+def _staging(directory: Path) -> Iterator[Path]:
+    """Give a directory inside ``directory`` for unfinished files, and leave nothing of it behind."""
+    if directory.exists() and not directory.is_dir():
+        raise RunDirError(f"--output {directory} is a file; name a directory.")
+    is_new = not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".part-", dir=directory) as name:
+            yield Path(name)
+    except PermissionError as error:
+        raise RunDirError(f"--output {directory} cannot be written: {error.strerror}; name another.") from error
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):  # not empty: the export is finished
+                directory.rmdir()
+
+
+# The formats. Both go by a trace of one call: policies have no branches that depend on data. PyTorch has newer
+# exporters, but TorchScript is what libtorch and robot stacks load, and the newer ONNX exporter needs one more package.
+
+
+def _write_onnx(model: DeployedPolicy, inputs: Sequence[Tensor], path: Path) -> Model:
+    """Write an ONNX file; returns it as onnxruntime runs it."""
+    import onnxruntime
+
+    names = model.input_names
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():
+        torch.onnx.export(
+            model,
+            tuple(inputs),
+            path,
+            dynamo=False,
+            opset_version=OPSET,
+            input_names=names,
+            output_names=model.output_names,
+            dynamic_axes={name: {0: "batch"} for name in (*names, *model.output_names)},
+        )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def call(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        arrays = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
+        return [torch.from_numpy(array) for array in session.run(None, arrays)]
+
+    return call
+
+
+def _write_torchscript(model: DeployedPolicy, inputs: Sequence[Tensor], path: Path) -> Model:
+    """Write a TorchScript file without the critic and other unused networks; returns it as PyTorch runs it."""
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():
+        script = torch.jit.freeze(torch.jit.trace(model, tuple(inputs), check_trace=False).eval())
+        torch.jit.save(script, path)
+        loaded = torch.jit.load(path)
+
+    def call(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        output = loaded(*tensors)
+        return [output] if isinstance(output, Tensor) else list(output)
+
+    return call
+
+
+_WRITERS: dict[str, Callable[[DeployedPolicy, Sequence[Tensor], Path], Model]] = {
+    "onnx": _write_onnx,
+    "torchscript": _write_torchscript,
+}
+_USES = {
+    "onnx": 'onnxruntime.InferenceSession("policy.onnx").run(None, {{{inputs}}})',
+    "torchscript": 'torch.jit.load("policy.pt")({inputs})',
+}
+
+
+def _arguments(name: str, model: DeployedPolicy) -> str:
+    variables = {path: path.replace(".", "_") for path in model.input_names}
+    if name == "onnx":
+        return ", ".join(f'"{path}": {variable}' for path, variable in variables.items())
+    return ", ".join(variables.values())
+
+
+def _observations(model: DeployedPolicy, step: TensorDict) -> list[Tensor]:
+    """Return the tensors ``[N, ...]`` of a recorded step that the model takes."""
+    found = leaves(step[OBSERVATION])
+    return [found[path] for path in model.paths]
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _origin(trained: trained_policy.TrainedPolicy, task: TaskConfig) -> dict[str, Any]:
+    content = checkpoint.load(trained.checkpoint)
+    return {
+        "algorithm": trained.config.algo.name,
+        "policy": trained.config.policy.kind,
+        "task": {"id": task.id, "kwargs": task.kwargs},
+        "checkpoint": {
+            "name": trained.checkpoint.name,
+            "iteration": content["iteration"],
+            "total_steps": content["total_steps"],
+        },
+    }

@@ -1,0 +1,1 @@
+"""Environments of other packages behind the ``VecEnv`` contract."""

@@ -1,0 +1,334 @@
+"""Gymnasium environments as a ``VecEnv``, in this process or in worker processes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import io
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.envs.registration import load_env_creator
+from numpy.typing import NDArray
+from tensordict import TensorDict
+from torch import Tensor
+
+from apexrl.core.errors import EnvError, EnvStateError, did_you_mean
+from apexrl.core.metrics import MetricSpec
+from apexrl.core.system.seeding import spawn_seeds
+from apexrl.core.types import EnvStep, Observation
+from apexrl.envs.base import SeededVecEnv
+from apexrl.envs.display import MUJOCO_HINT, draw_without_display
+from apexrl.envs.workers import gym_group
+from apexrl.envs.workers.gym_group import (
+    MAX_METRICS,
+    Buffers,
+    EnvGroup,
+    Found,
+    MakeFn,
+    Tree,
+    make_buffers,
+    map_tree,
+    users_frames,
+)
+from apexrl.envs.workers.gym_processes import Workers
+
+T = TypeVar("T")
+
+
+class GymVecEnv(SeededVecEnv):
+    """Gymnasium environments stepped together.
+
+    Observations become float32 tensors (pictures stay uint8), Discrete ones one-hot vectors, Tuple ones
+    groups named ``"0"``, ``"1"``, …. Actions are clipped to their bounds. Numbers in ``info`` named
+    ``success``, ``fail``, or with ``reward`` at either end of their name are reported as metrics, from the step on at
+    which the first environment has them.
+
+    Args:
+        make_fns: functions that each make one environment; all need the same spaces.
+        num_workers: processes that share the environments; 0 steps them in this process, which is faster
+            unless one step takes about a millisecond or more.
+        metrics: further numbers to take from ``info``, or other ways to fold those found.
+        device: where the tensors are wanted; the simulators run on the CPU.
+        step_timeout: seconds after which a worker that has not answered a step is given up.
+
+    Raises:
+        EnvError: when an environment cannot be made or has a space that is not supported.
+    """
+
+    def __init__(
+        self,
+        make_fns: Sequence[MakeFn],
+        *,
+        num_workers: int = 0,
+        metrics: Sequence[MetricSpec] | None = None,
+        device: torch.device | str = "cpu",
+        step_timeout: float = 60.0,
+    ) -> None:
+        if not make_fns:
+            raise EnvError("GymVecEnv needs at least one function that makes an environment.")
+        draw_without_display()  # before the functions import MuJoCo
+        self.num_envs = len(make_fns)
+        self.device = torch.device(device)
+        self._make_fns = list(make_fns)
+        self._options: dict[str, Any] = {
+            "num_workers": num_workers,
+            "step_timeout": step_timeout,
+        }
+        self._group: _LocalGroup | Workers
+        if num_workers > 0:
+            self._group = Workers(self._make_fns, min(num_workers, self.num_envs), step_timeout)
+        else:
+            self._group = _LocalGroup(self._make_fns)
+        group = self._group
+        self.observation_space, self.action_space = group.observation_space, group.action_space
+        self.max_episode_steps = group.max_episode_steps
+        self._metric_specs = specs = {spec.name: spec for spec in metrics or ()}
+        if len(specs) > MAX_METRICS:
+            raise EnvError(f"GymVecEnv takes at most {MAX_METRICS} metrics, got {len(specs)}.")
+        buffers = group.bind(list(specs))
+        self._metric_rows = buffers.metric
+        self._metric = {name: torch.from_numpy(buffers.metric[m]) for m, name in enumerate(specs)}
+        self._action = torch.from_numpy(buffers.action)
+        self._obs = as_observation(buffers.obs, self.num_envs)
+        # The tensors share memory with the buffers, so these two tuples serve every step.
+        self._running = EnvStep(
+            obs=self._obs,
+            reward=torch.from_numpy(buffers.reward),
+            terminated=torch.from_numpy(buffers.terminated),
+            truncated=torch.from_numpy(buffers.truncated),
+            metric=self._metric,
+        )
+        self._ended = self._running._replace(final_obs=as_observation(buffers.final_obs, self.num_envs))
+        self._must_copy = self.device.type != "cpu"
+
+    @property
+    def metric_specs(self) -> Mapping[str, MetricSpec]:
+        """The metrics asked for, and those found in ``info`` so far."""
+        return self._metric_specs
+
+    def reset(self, seed: int | None = None) -> Observation:
+        """Start a new episode everywhere; each environment from a stream of its own."""
+        return self._begin(None if seed is None else spawn_seeds(seed, self.num_envs))
+
+    def reset_each(self, seeds: Sequence[int]) -> Observation:
+        """Start a new episode everywhere; environment ``i`` gets ``seeds[i]``."""
+        return self._begin(seeds)
+
+    def _begin(self, seeds: Sequence[int] | None) -> Observation:
+        self._group.reset(seeds)
+        return self._obs.to(self.device) if self._must_copy else self._obs
+
+    def step(self, action: Tensor) -> EnvStep:
+        """Apply one action ``[N, A]`` to each environment."""
+        if action.shape != self._action.shape:
+            raise EnvError(f"step needs actions {list(self._action.shape)}, got {list(action.shape)}.")
+        self._action.copy_(action.detach())
+        any_ended, found = self._group.step()
+        if found:
+            self._add_metrics(found)
+        step = self._ended if any_ended else self._running
+        return step_to_device(step, self.device) if self._must_copy else step
+
+    def _add_metrics(self, found: Found) -> None:
+        """Give metrics that just appeared a row each, with what this step reported."""
+        # A new dictionary: another thread may be reading the old one.
+        specs = dict(self._metric_specs)
+        for name, values in found.items():
+            if len(specs) == MAX_METRICS:
+                warnings.warn(
+                    f"The environment reports more than {MAX_METRICS} metrics; later ones are left out. Give the same "
+                    "number the same key of info at every step.",
+                    stacklevel=3,
+                )
+                break
+            row = self._metric_rows[len(specs)]
+            row.fill(np.nan)
+            row[list(values), 0] = list(values.values())
+            self._metric[name] = torch.from_numpy(row)
+            specs[name] = MetricSpec(name)
+        self._metric_specs = specs
+        self._group.watch(list(specs))
+
+    def spawn(self, num_envs: int) -> GymVecEnv:
+        """Make an independent environment of the same kind, with the make functions in turn."""
+        make_fns = [self._make_fns[i % self.num_envs] for i in range(num_envs)]
+        return GymVecEnv(make_fns, device=self.device, metrics=list(self._metric_specs.values()), **self._options)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the state of every environment; None before the first reset or when it cannot be saved."""
+        states = self._group.state()
+        return None if states is None else {"envs": [_map_values(torch.from_numpy, np.ndarray, s) for s in states]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put every environment back into its saved state.
+
+        Gymnasium's MuJoCo tasks are set directly. Any other environment begins its episode again with the
+        same random numbers and repeats its actions; the observation must then be the saved one.
+
+        Raises:
+            EnvStateError: when an environment does not come back exactly.
+        """
+        if len(state["envs"]) != self.num_envs:
+            raise EnvStateError(f"The state is of {len(state['envs'])} environments, there are {self.num_envs} here.")
+        self._group.load([_map_values(_to_numpy, Tensor, s) for s in state["envs"]])
+
+    def render(self, index: int = 0) -> NDArray[np.uint8]:
+        """Draw environment ``index`` as an ``[H, W, 3]`` picture."""
+        try:
+            return self._group.render(index)
+        except EnvError as error:
+            if "mujoco" not in sys.modules:
+                raise
+            raise EnvError(f"{error}\n{MUJOCO_HINT}") from error
+
+    def close(self) -> None:
+        """Close the environments and end the workers."""
+        self._group.close()
+
+
+def as_observation(tree: Tree, num_envs: int) -> Observation:
+    """Wrap the arrays of an observation as tensors that share their memory."""
+    if not isinstance(tree, Mapping):
+        return torch.from_numpy(tree)
+    groups = TensorDict(
+        {key: as_observation(part, num_envs) for key, part in tree.items()}, batch_size=[num_envs], device="cpu"
+    )
+    groups.lock_()  # every step returns this object, so a key added by one reader would stay
+    return groups
+
+
+def step_to_device(step: EnvStep, device: torch.device) -> EnvStep:
+    """Copy what a step returned to another device."""
+    return EnvStep(
+        obs=step.obs.to(device),
+        reward=step.reward.to(device),
+        terminated=step.terminated.to(device),
+        truncated=step.truncated.to(device),
+        final_obs=None if step.final_obs is None else step.final_obs.to(device),
+        metric={name: value.to(device) for name, value in step.metric.items()},
+    )
+
+
+def _to_numpy(tensor: Tensor) -> NDArray[Any]:
+    return tensor.cpu().numpy()
+
+
+def _map_values(function: Callable[[Any], Any], kind: type, value: Any) -> Any:
+    return map_tree(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, value)
+
+
+class _LocalGroup:
+    """One ``EnvGroup`` in this process, with errors of the package."""
+
+    def __init__(self, make_fns: Sequence[MakeFn]) -> None:
+        self.num_envs = len(make_fns)
+        self.group = group = _checked("make", EnvGroup, make_fns)
+        self.observation_space, self.action_space = group.observation_space, group.action_space
+        self.max_episode_steps = group.max_episode_steps
+
+    def bind(self, metrics: Sequence[str]) -> Buffers:
+        buffers, _ = make_buffers(self.observation_space, self.action_space, self.num_envs, MAX_METRICS)
+        self.group.bind(buffers, metrics)
+        return buffers
+
+    def watch(self, metrics: Sequence[str]) -> None:
+        self.group.watch(metrics)
+
+    def reset(self, seeds: Sequence[int] | None) -> None:
+        _checked("reset", self.group.reset, seeds)
+
+    def step(self) -> tuple[bool, Found]:
+        try:
+            return self.group.step()
+        except Exception as error:
+            raise EnvError(_describe("step", error)) from error
+
+    def state(self) -> list[dict[str, Any]] | None:
+        try:
+            return self.group.state()
+        except gym_group.StateError:
+            return None
+
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        try:
+            self.group.load(states)
+        except Exception as error:
+            raise EnvStateError(str(error)) from error
+
+    def render(self, index: int) -> NDArray[np.uint8]:
+        return _checked("draw", self.group.render, index)
+
+    def close(self) -> None:
+        self.group.close()
+
+
+def _checked(verb: str, function: Callable[..., T], *arguments: Any) -> T:
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise EnvError(_describe(verb, error)) from error
+
+
+def _describe(verb: str, error: Exception) -> str:
+    note = " ".join(getattr(error, "__notes__", ()))
+    places = "".join(f"\n  at {place}" for place in users_frames(error))
+    return f"Could not {verb} the environment: {type(error).__name__}: {error} {note}".rstrip() + places
+
+
+def find_gym_id(env_id: str) -> str | None:
+    """Return the id by which ``gymnasium.make`` finds it in any process; None when it is unknown."""
+    if env_id in gym.registry:
+        # Imported here already; a worker process has yet to do it.
+        robotics = str(gym.registry[env_id].entry_point).startswith("gymnasium_robotics.")
+        return f"gymnasium_robotics:{env_id}" if robotics else env_id
+    module, _, name = env_id.rpartition(":")
+    for package in [module] if module else ["gymnasium_robotics"]:
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # one of its dependencies advertises itself there
+                importlib.import_module(package)
+        except (ImportError, TypeError, ValueError):  # there is none, or it is no module's name
+            return None
+        if name in gym.registry:
+            return f"{package}:{name}"
+    return None
+
+
+def gym_make_fns(env_id: str, num_envs: int, **kwargs: Any) -> list[MakeFn]:
+    """Return functions that make a registered environment, able to draw pictures where it can.
+
+    Args:
+        env_id: an id of Gymnasium's registry, or ``module:id``.
+        num_envs: how many functions.
+        **kwargs: passed to ``gymnasium.make``.
+
+    Raises:
+        EnvError: for an unknown id, with the nearest known one, or when a package is missing.
+    """
+    found = find_gym_id(env_id)
+    if found is None:
+        raise EnvError(f"Gymnasium has no environment {env_id!r}.{did_you_mean(env_id, gym.registry)}")
+    draw_without_display()  # before the entry point imports MuJoCo
+    entry_point = gym.registry[found.rpartition(":")[2]].entry_point
+    try:
+        creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+    except (ImportError, gym.error.DependencyNotInstalled) as error:
+        raise EnvError(f"{env_id} needs a package that is not installed: {error}{_extra(error)}") from error
+    # Nothing is drawn until render is called.
+    if "rgb_array" in getattr(creator, "metadata", {}).get("render_modes", ()):
+        kwargs = {"render_mode": "rgb_array"} | kwargs
+    # Of gymnasium itself, so that a worker needs no import of this package to call it.
+    return [functools.partial(gym.make, found, **{"disable_env_checker": True} | kwargs)] * num_envs
+
+
+def _extra(error: Exception) -> str:
+    for word, extra in (("robotics", "robotics"), ("mujoco", "mujoco"), ("pygame", "classic")):
+        if word in str(error).lower():
+            return f" Install it with: pip install 'apexrl[{extra}]'"
+    return ""

@@ -1,0 +1,1 @@
+"""MuJoCo tasks on a pool of threads."""

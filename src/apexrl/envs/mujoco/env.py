@@ -1,0 +1,422 @@
+"""MuJoCo tasks as a ``VecEnv``: simulated in threads, with array operations for everything around the simulation."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import importlib
+import json
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.utils import seeding
+from numpy.typing import NDArray
+from torch import Tensor
+
+from apexrl.core.errors import ConfigError, EnvError, EnvStateError, did_you_mean
+from apexrl.core.metrics import MetricSpec
+from apexrl.core.system.seeding import spawn_seeds
+from apexrl.core.types import EnvStep, Observation
+from apexrl.envs.adapters.gymnasium import as_observation, step_to_device
+from apexrl.envs.base import SeededVecEnv
+from apexrl.envs.display import draw_without_display
+from apexrl.envs.mujoco.payload import WalkerPayload
+from apexrl.envs.mujoco.simulation import (
+    Camera,
+    Threads,
+    make_models,
+    model_differences,
+    num_cores,
+    set_model_differences,
+)
+from apexrl.envs.mujoco.tasks import TASKS as GYMNASIUM_TASKS
+from apexrl.envs.mujoco.tasks import Array, MujocoTask, Parts
+from apexrl.envs.workers.gym_group import Tree, make_buffers, map_tree
+
+TASKS: dict[str, type[MujocoTask]] = {**GYMNASIUM_TASKS, "WalkerPayload": WalkerPayload}
+"""The tasks by name."""
+
+LOCK_SECONDS = 8e-6
+"""How long a thread that simulates one environment after the other holds the interpreter's lock for each."""
+
+
+class MujocoVecEnv(SeededVecEnv):
+    """Gymnasium's MuJoCo tasks, bit for bit, at the speed of the simulator alone.
+
+    From the same seed and actions it gives the numbers that ``GymVecEnv`` gives, over any number of episodes:
+    every environment draws from its own seed as Gymnasium's does.
+
+    Each environment has its own ``MjData``, and the threads that share them hold no interpreter lock while they
+    simulate. ``mujoco.rollout`` is as fast on two cores, but it returns neither where the constraint solver starts
+    next, without which HalfCheetah has left Gymnasium's trajectory after a hundred steps, nor the forces and
+    inertias that Ant and Humanoid observe.
+
+    Args:
+        task: the name of one of Gymnasium's tasks (``"HalfCheetah-v5"``, ``"Hopper-v5"``, ``"Walker2d-v5"``,
+            ``"Ant-v5"``, ``"Humanoid-v5"``), ``"WalkerPayload"``, or a task of your own.
+        num_envs: N.
+        device: where the tensors are wanted; the simulation runs on the CPU.
+        num_threads: threads that simulate, this one included; unless told one for each core, or fewer where a step
+            is so short that they would wait for each other.
+        max_episode_steps: steps after which an episode is truncated; the task's ``episode_steps`` unless told.
+        models: one ``MjModel`` for each environment, all of the same sizes, instead of the task's.
+        randomize: called with a copy of the model and a generator for each environment when it is made, to change
+            masses, friction, motor strength and the like.
+        randomize_seed: environment ``i`` gets the generator ``np.random.default_rng([randomize_seed, i])``.
+        **options: of the named task; those of Gymnasium's are as ``gymnasium.make`` takes them.
+
+    Raises:
+        EnvError: for an unknown task or option, models that do not fit each other, or when MuJoCo is missing.
+    """
+
+    def __init__(
+        self,
+        task: str | MujocoTask,
+        num_envs: int = 1,
+        *,
+        device: torch.device | str = "cpu",
+        num_threads: int | None = None,
+        max_episode_steps: int | None = None,
+        models: Sequence[Any] | None = None,
+        randomize: Callable[[Any, np.random.Generator], None] | None = None,
+        randomize_seed: int = 0,
+        **options: Any,
+    ) -> None:
+        self._mujoco = _load_mujoco()
+        self.task = _make_task(task, options)
+        max_episode_steps = self.task.episode_steps if max_episode_steps is None else max_episode_steps
+        for name, value in (("num_envs", num_envs), ("max_episode_steps", max_episode_steps)):
+            if not isinstance(value, int | np.integer):
+                raise ConfigError(f"MujocoVecEnv.{name} must be a whole number, got {value!r}")
+            if value < 1:
+                raise ConfigError(f"MujocoVecEnv.{name} must be at least 1, got {value}")
+        self.task.check_episode(max_episode_steps)
+        self.num_envs = num_envs
+        self.device = torch.device(device)
+        self.max_episode_steps: int = max_episode_steps
+        self._was_given_models = models is not None or randomize is not None
+        self._has_own_models = self._was_given_models or self.task.changes_model
+        if self.task.changes_model and randomize is None:
+            randomize = _only_copy
+        self.models, self._base = make_models(self.task.load, num_envs, models, randomize, randomize_seed)
+        self._data = [self._mujoco.MjData(model) for model in self.models]
+        self._fields = [self._make_fields() for _ in range(2)]
+        self._make_spaces_and_buffers()
+        self._elapsed = np.zeros(num_envs, np.int64)
+        # Two environments differ from each other, yet both follow from torch.manual_seed.
+        self._seed_generators(spawn_seeds(int(torch.randint(2**31, ())), num_envs))
+        self._was_reset = False
+        self._requested_threads = num_threads
+        wanted = self._useful_threads() if num_threads is None else max(num_threads, 1)
+        self._threads = Threads(min(wanted, num_envs))
+        self._stop_threads = weakref.finalize(self, self._threads.close)
+        self._camera: Camera | None = None
+
+    def _useful_threads(self) -> int:
+        """Return how many threads to simulate with: a thread holds the interpreter's lock between two simulations."""
+        mj_step, model, substeps = self._mujoco.mj_step, self._base, self.task.frame_skip
+        data = self._mujoco.MjData(model)
+        mj_step(model, data, 40 * substeps)  # until it lies on the ground
+        started = time.perf_counter()
+        mj_step(model, data, 10 * substeps)
+        seconds = (time.perf_counter() - started) / 10
+        return max(1, min(num_cores(), round(seconds / LOCK_SECONDS)))
+
+    def _make_fields(self) -> tuple[dict[str, Array], list[tuple[list[Array], Array]]]:
+        """Return arrays ``[N, ...]`` for the task's fields, and what to concatenate into which to fill them."""
+        views = {name: [getattr(data, name) for data in self._data] for name in self.task.data_fields}
+        views |= {name: [getattr(model, name) for model in self.models] for name in self.task.model_fields}
+        fields = {name: np.zeros((self.num_envs, *rows[0].shape)) for name, rows in views.items()}
+        flat = [array.reshape(-1, *array.shape[2:]) for array in fields.values()]
+        return fields, list(zip(views.values(), flat, strict=True))
+
+    def _make_spaces_and_buffers(self) -> None:
+        task, bounds = self.task, self.models[0].actuator_ctrlrange.astype(np.float32)
+        self.observation_space = _parts_space(task.observe(self._fields[0][0]))
+        self.action_space = spaces.Box(bounds[:, 0], bounds[:, 1], dtype=np.float32)
+        self._metric_specs = dict(zip(task.terms, task.metrics, strict=True))
+        buffers, _ = make_buffers(self.observation_space, self.action_space, self.num_envs, len(task.terms))
+        self._buffers = buffers
+        self._action = torch.from_numpy(buffers.action)
+        self._obs = as_observation(buffers.obs, self.num_envs)
+        # The tensors share memory with the buffers, so these two tuples serve every step.
+        self._running = EnvStep(
+            obs=self._obs,
+            reward=torch.from_numpy(buffers.reward),
+            terminated=torch.from_numpy(buffers.terminated),
+            truncated=torch.from_numpy(buffers.truncated),
+            metric={name: torch.from_numpy(buffers.metric[m]) for m, name in enumerate(task.terms)},
+        )
+        self._ended = self._running._replace(final_obs=as_observation(buffers.final_obs, self.num_envs))
+        self._must_copy = self.device.type != "cpu"
+        controls = [data.ctrl for data in self._data]
+        self._work = list(zip(self.models, self._data, controls, buffers.action, strict=True))
+
+    def _seed_generators(self, seeds: Sequence[int]) -> None:
+        self._generators = [seeding.np_random(seed)[0] for seed in seeds]
+
+    @property
+    def metric_specs(self) -> Mapping[str, MetricSpec]:
+        """The parts of the reward, and what else the task measures."""
+        return self._metric_specs
+
+    def reset(self, seed: int | None = None) -> Observation:
+        """Start a new episode everywhere; each environment from a stream of its own."""
+        if seed is not None:
+            self._seed_generators(spawn_seeds(seed, self.num_envs))
+        return self._begin_all()
+
+    def reset_each(self, seeds: Sequence[int]) -> Observation:
+        """Start a new episode everywhere; environment ``i`` gets ``seeds[i]``.
+
+        Raises:
+            EnvError: when the models differ, so that an episode would depend on the environment that runs it.
+        """
+        if self._was_given_models and (differences := model_differences(self._base, self.models)):
+            raise EnvError(
+                f"The models of the environments differ in {', '.join(sorted(differences))}, so an episode would "
+                "depend on the environment that runs it. Give every environment the same model."
+            )
+        self._seed_generators(seeds)
+        return self._begin_all()
+
+    def _begin_all(self) -> Observation:
+        self._was_reset = True
+        self._begin(range(self.num_envs))
+        return self._obs.to(self.device) if self._must_copy else self._obs
+
+    def step(self, action: Tensor) -> EnvStep:
+        """Apply one action ``[N, A]``, clipped to its bounds, to each environment."""
+        if action.shape != self._action.shape:
+            raise EnvError(f"step needs actions {list(self._action.shape)}, got {list(action.shape)}.")
+        if not self._was_reset:
+            raise EnvError("Call reset before step.")
+        buffers, task, space = self._buffers, self.task, self.action_space
+        assert isinstance(space, spaces.Box)
+        self._action.copy_(action.detach())
+        np.clip(buffers.action, space.low, space.high, out=buffers.action)
+        self._threads.run(functools.partial(self._simulate, iter(self._work)))
+        self._elapsed += 1
+        task.change_models(self.models, self._elapsed, self._generators)
+
+        self._fields.reverse()
+        (after, sources), (before, _) = self._fields
+        for views, out in sources:
+            np.concatenate(views, out=out)
+        outcome = task.outcome(before, after, buffers.action, self._dt())
+        buffers.reward[:, 0] = outcome.reward
+        buffers.terminated[:, 0] = outcome.terminated
+        buffers.truncated[:, 0] = (self._elapsed >= self.max_episode_steps) & ~outcome.terminated
+        for m, name in enumerate(task.terms):
+            buffers.metric[m, :, 0] = outcome.terms[name]
+        memory = task.remember(after, buffers.action, self._generators)
+        if memory is not None:
+            after["userdata"][...] = memory
+            for data, row in zip(self._data, memory, strict=True):
+                data.userdata[:] = row
+        _write(buffers.obs, task.observe(after))
+
+        ended = np.flatnonzero(buffers.terminated | buffers.truncated)
+        if len(ended):
+            _copy_tree(buffers.final_obs, buffers.obs)
+            self._begin(ended)
+        step = self._ended if len(ended) else self._running
+        return step_to_device(step, self.device) if self._must_copy else step
+
+    def _simulate(self, work: Iterator[tuple[Any, Any, Array, Array]]) -> None:
+        """Take environments from an iterator that several threads share, and apply their actions."""
+        mj_step, num_substeps = self._mujoco.mj_step, self.task.frame_skip
+        mj_forces = self._mujoco.mj_rnePostConstraint if self.task.needs_contact_forces else None
+        for model, data, control, action in work:
+            control[:] = action
+            mj_step(model, data, num_substeps)
+            if mj_forces is not None:
+                mj_forces(model, data)
+
+    def _dt(self) -> NDArray[np.float64]:
+        """Seconds for each environment's step; models may be changed at any time."""
+        if not self._has_own_models:
+            return np.full(self.num_envs, self.models[0].opt.timestep * self.task.frame_skip)
+        return np.array([model.opt.timestep for model in self.models]) * self.task.frame_skip
+
+    def _begin(self, indices: Sequence[int] | NDArray[np.intp]) -> None:
+        """Start new episodes in some environments and write their observations."""
+        fields, sources = self._fields[0]
+        rows = np.asarray(indices)
+        for i in rows:
+            model, data = self.models[i], self._data[i]
+            self._mujoco.mj_resetData(model, data)
+            self.task.begin(model, data, self._generators[i])
+            self._mujoco.mj_forward(model, data)
+            for array, (views, _) in zip(fields.values(), sources, strict=True):
+                array[i] = views[i]
+        self._elapsed[rows] = 0
+        self._write_rows(rows)
+        if self.task.changes_model:
+            self._close_camera()  # it has a copy of the model as it was
+
+    def _write_rows(self, rows: NDArray[np.intp]) -> None:
+        parts = self.task.observe({name: array[rows] for name, array in self._fields[0][0].items()})
+        fresh = map_tree(lambda x: np.empty((len(rows), *x.shape[1:]), x.dtype), self._buffers.obs)
+        _write(fresh, parts)
+        _copy_tree(self._buffers.obs, fresh, rows)
+
+    def spawn(self, num_envs: int) -> MujocoVecEnv:
+        """Make independent environments of the same kind, with copies of the models in turn."""
+        models = [copy.copy(self.models[i % self.num_envs]) for i in range(num_envs)]
+        return MujocoVecEnv(
+            self.task,
+            num_envs,
+            device=self.device,
+            num_threads=self._requested_threads,
+            max_episode_steps=self.max_episode_steps,
+            models=models if self._was_given_models else None,
+        )
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the exact state of simulations, generators and differing models; None before the first reset."""
+        if not self._was_reset:
+            return None
+        return {
+            "task": type(self.task).__name__,
+            "physics": torch.from_numpy(self._physics()),
+            "fields": {name: torch.from_numpy(array.copy()) for name, array in self._fields[0][0].items()},
+            "elapsed": torch.from_numpy(self._elapsed.copy()),
+            "generator": [json.dumps(generator.bit_generator.state) for generator in self._generators],
+            "model": model_differences(self._base, self.models) if self._has_own_models else {},
+        }
+
+    def _physics(self) -> NDArray[np.float64]:
+        kind = self._mujoco.mjtState.mjSTATE_INTEGRATION
+        physics = np.empty((self.num_envs, self._mujoco.mj_stateSize(self._base, kind)))
+        for model, data, row in zip(self.models, self._data, physics, strict=True):
+            self._mujoco.mj_getState(model, data, row, kind)
+        return physics
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a state from ``state_dict``; nothing changes when it does not fit.
+
+        Raises:
+            EnvStateError: when the state is of another task, another number of environments or another version.
+        """
+        fields = self._fields[0][0]
+        self._check_state(state, fields)
+        set_model_differences(self._base, self.models, state["model"])
+        kind = self._mujoco.mjtState.mjSTATE_INTEGRATION
+        for model, data, row in zip(self.models, self._data, state["physics"].cpu().numpy(), strict=True):
+            # What MuJoCo computes from the state is computed again by the next step.
+            self._mujoco.mj_setState(model, data, row, kind)
+        for name, array in fields.items():
+            array[...] = state["fields"][name].cpu().numpy()
+        self._elapsed[...] = state["elapsed"].cpu().numpy()
+        for generator, saved in zip(self._generators, state["generator"], strict=True):
+            generator.bit_generator.state = json.loads(saved)
+        self._was_reset = True
+        self._write_rows(np.arange(self.num_envs))
+        if self._has_own_models:
+            self._close_camera()
+
+    def _check_state(self, state: Mapping[str, Any], fields: Mapping[str, Array]) -> None:
+        name = type(self.task).__name__
+        expected = {"physics": self._physics(), "elapsed": self._elapsed}
+        found = {key: state.get(key) for key in expected}
+        saved_fields = state.get("fields", {})
+        expected |= {f"fields.{key}": array for key, array in fields.items()}
+        found |= {f"fields.{key}": saved_fields.get(key) for key in fields}
+        if state.get("task") != name:
+            raise EnvStateError(f"The state is of the task {state.get('task')!r}, this one is {name!r}.")
+        for key, ours in expected.items():
+            saved = found[key]
+            if not isinstance(saved, Tensor) or tuple(saved.shape) != ours.shape:
+                shape = list(saved.shape) if isinstance(saved, Tensor) else repr(saved)
+                raise EnvStateError(
+                    f"{name} cannot restore {key!r}: it needs the shape {list(ours.shape)}, the saved state has "
+                    f"{shape}. Restore with the same num_envs and models."
+                )
+        if len(state.get("generator", ())) != self.num_envs or "model" not in state:
+            raise EnvStateError(f"{name} cannot restore a state without 'generator' for each environment and 'model'.")
+        if state["model"] and not self._has_own_models:
+            raise EnvStateError(
+                f"The saved environments had models that differ in {', '.join(sorted(state['model']))}; "
+                "restore with the same models or randomize."
+            )
+
+    def render(self, index: int = 0) -> NDArray[np.uint8]:
+        """Draw environment ``index`` as a ``[480, 480, 3]`` picture.
+
+        Raises:
+            EnvError: when there is no such environment, or no picture can be drawn on this machine.
+        """
+        if not 0 <= index < self.num_envs:
+            raise EnvError(f"MujocoVecEnv has environments 0 to {self.num_envs - 1}, not {index}.")
+        model = self.models[index]
+        if self._camera is None or (self._has_own_models and self._camera.index != index):
+            self._close_camera()
+            self._camera = Camera(model, index)
+        return self._camera.picture(self._data[index])
+
+    def _close_camera(self) -> None:
+        if self._camera is not None:
+            self._camera.close()
+            self._camera = None
+
+    def close(self) -> None:
+        """End the threads and free the camera."""
+        self._stop_threads()
+        self._close_camera()
+
+
+def _load_mujoco() -> Any:
+    draw_without_display()
+    try:
+        return importlib.import_module("mujoco")
+    except ImportError as error:
+        raise EnvError("MuJoCo is not installed. Install it with: pip install 'apexrl[mujoco]'") from error
+
+
+def _only_copy(model: Any, rng: np.random.Generator) -> None:
+    """Leave the copy of a model as it is."""
+
+
+def _make_task(task: str | MujocoTask, options: dict[str, Any]) -> MujocoTask:
+    if isinstance(task, MujocoTask):
+        if options:
+            raise EnvError(f"Give {sorted(options)} to the task itself: {type(task).__name__}(...).")
+        return task
+    if task not in TASKS:
+        hint = did_you_mean(task, TASKS)
+        raise EnvError(f"There is no MuJoCo task {task!r}.{hint} There are {', '.join(TASKS)}.")
+    known = [field.name for field in dataclasses.fields(TASKS[task])]
+    for name in options:
+        if name not in known:
+            raise EnvError(f"{task} has no option {name!r}.{did_you_mean(name, known)}")
+    return TASKS[task](**options)
+
+
+def _parts_space(parts: Parts) -> spaces.Box | spaces.Dict:
+    if isinstance(parts, Mapping):
+        return spaces.Dict({key: _parts_space(part) for key, part in parts.items()})
+    return spaces.Box(-np.inf, np.inf, (sum(part.shape[1] for part in parts),), np.float32)
+
+
+def _write(out: Tree, parts: Parts) -> None:
+    """Write the parts of an observation side by side into ``out``."""
+    if isinstance(parts, Mapping):
+        for key, part in parts.items():
+            _write(out[key], part)
+    else:
+        np.concatenate(parts, axis=1, out=out, casting="same_kind")
+
+
+def _copy_tree(out: Tree, source: Tree, rows: Any = ...) -> None:
+    if isinstance(out, Mapping):
+        for key in out:
+            _copy_tree(out[key], source[key], rows)
+    else:
+        out[rows] = source

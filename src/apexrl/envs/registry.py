@@ -1,0 +1,119 @@
+"""Environments by name: tasks of the package, of Gymnasium's registry, and of other simulators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import torch
+
+from apexrl.core.errors import EnvError, did_you_mean
+from apexrl.core.metrics import MetricSpec
+from apexrl.envs.adapters.envpool import make_envpool
+from apexrl.envs.adapters.gymnasium import GymVecEnv, find_gym_id, gym_make_fns
+from apexrl.envs.adapters.lab import make_isaaclab, make_mjlab
+from apexrl.envs.adapters.maniskill import make_maniskill
+from apexrl.envs.adapters.rsl import is_rsl_env, wrapper_of
+from apexrl.envs.base import VecEnv
+from apexrl.envs.mujoco.env import TASKS as MUJOCO_TASKS
+from apexrl.envs.mujoco.env import MujocoVecEnv
+
+SIMULATORS: dict[str, Callable[..., VecEnv]] = {
+    "maniskill": make_maniskill,
+    "mjlab": make_mjlab,
+    "isaaclab": make_isaaclab,
+    "envpool": make_envpool,
+}
+"""What makes a task of a simulator that is a package of its own, by the prefix of the task's name."""
+
+
+def as_vec_env(env: Any) -> VecEnv:
+    """Return ``env`` as a ``VecEnv``: as it is, or wrapped when it speaks the dialect of rsl_rl.
+
+    Raises:
+        EnvError: for anything else, with what to do instead.
+    """
+    if isinstance(env, VecEnv):
+        return env
+    if is_rsl_env(env):
+        return wrapper_of(env)
+    if isinstance(env, gym.Env | gym.vector.VectorEnv):
+        raise EnvError(
+            f"{type(env).__name__} is one of Gymnasium's own environments. Pass the functions that make it, "
+            "GymVecEnv([make, make, ...]), or its name, make_env(id, num_envs)."
+        )
+    raise EnvError(
+        f"{type(env).__name__} is not an environment: it needs to be a VecEnv, or to have num_envs, "
+        "num_actions, get_observations() and step(actions) as those of rsl_rl have."
+    )
+
+
+def get_metric_specs_from_env(env: Any) -> dict[str, MetricSpec]:
+    """Return the metrics that an environment declares, by name; of a raw simulator those that it has reported."""
+    return dict(as_vec_env(env).metric_specs)
+
+
+def make_env(
+    id: str,
+    num_envs: int = 1,
+    *,
+    device: torch.device | str = "cpu",
+    num_workers: int = 0,
+    metrics: Sequence[MetricSpec] = (),
+    **kwargs: Any,
+) -> VecEnv:
+    """Make a task of the package, of Gymnasium's registry or of another simulator by its name.
+
+    Args:
+        id: for example ``"lift"``, ``"HalfCheetah-v5"`` or ``"FetchReach-v4"``; ``"mujoco/HalfCheetah-v5"`` is the
+            same task on ``MujocoVecEnv``; ``"maniskill/PickCube-v1"`` is a task of another simulator.
+        num_envs: N, environments stepped together.
+        device: where the tensors are wanted.
+        num_workers: processes that share Gymnasium environments; 0 steps them in this process.
+        metrics: numbers to take from the ``info`` of Gymnasium environments; others declare their metrics themselves.
+        **kwargs: passed to the task, or to ``gymnasium.make``.
+
+    Raises:
+        EnvError: for an unknown name, with the nearest known one, or when a package is missing.
+    """
+    env = _make_env(id, num_envs, device, num_workers, metrics, kwargs)
+    declared = {spec.name: {"reduce": spec.reduce, "group": spec.group, "event": spec.event} for spec in metrics}
+    env.made_from = {"id": id, "kwargs": kwargs, "metrics": declared}
+    return env
+
+
+def _make_env(
+    id: str,
+    num_envs: int,
+    device: torch.device | str,
+    num_workers: int,
+    metrics: Sequence[MetricSpec],
+    kwargs: Mapping[str, Any],
+) -> VecEnv:
+    from apexrl.envs.tasks import TASKS  # only those who ask for a task load them all
+
+    fast = {f"mujoco/{name}": name for name in MUJOCO_TASKS}
+    simulator, _, name = id.partition("/")
+    if id in TASKS or id in fast or simulator in SIMULATORS:
+        if num_workers:
+            raise EnvError(f"{id} runs all its environments at once and takes no workers; set num_workers to 0.")
+        if metrics:
+            names = [spec.name for spec in metrics]
+            raise EnvError(f"{id} declares its metrics itself and takes no others; leave metrics {names} out.")
+    if id in TASKS:
+        task: VecEnv = TASKS[id](num_envs, device=device, **kwargs)
+        return task
+    if id in fast:
+        return MujocoVecEnv(fast[id], num_envs, device=device, **kwargs)
+    if simulator in SIMULATORS:
+        return SIMULATORS[simulator](name, num_envs, device=device, **kwargs)
+    if find_gym_id(id) is None:
+        there = [f"{space}/{name}" for space in SIMULATORS if name]  # if such a simulator has it
+        hint = did_you_mean(id, [*TASKS, *fast, *gym.registry, *there])
+        others = ", ".join(f"{space}/NAME" for space in ("mujoco", *SIMULATORS))
+        raise EnvError(
+            f"There is no environment {id!r}.{hint} Tasks of the package: {', '.join(sorted(TASKS))}. "
+            f"Tasks of simulators: {others}."
+        )
+    return GymVecEnv(gym_make_fns(id, num_envs, **kwargs), num_workers=num_workers, metrics=metrics, device=device)

@@ -1,0 +1,1 @@
+"""Environments in processes of their own, which start without PyTorch: nothing here may import it."""

@@ -1,0 +1,210 @@
+"""Observations and actions of Gymnasium as rows of arrays, which several processes can share."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[Any]
+Tree: TypeAlias = Any
+"""An array, or a dictionary of trees."""
+
+
+def map_tree(function: Callable[[Any], Any], tree: Tree) -> Tree:
+    """Apply a function to every leaf of nested dictionaries."""
+    if isinstance(tree, Mapping):
+        return {key: map_tree(function, value) for key, value in tree.items()}
+    return function(tree)
+
+
+def leaves(tree: Tree) -> list[Array]:
+    """Return the arrays of a tree, in the order of its keys."""
+    if isinstance(tree, Mapping):
+        return [leaf for key in sorted(tree) for leaf in leaves(tree[key])]
+    return [tree]
+
+
+def row_of(tree: Tree, i: int) -> Tree:
+    """Return views of row ``i`` of every array."""
+    return map_tree(lambda x: x[i], tree)
+
+
+def flat_space(space: spaces.Space[Any]) -> spaces.Box | spaces.Dict:
+    """Return the space of the arrays that observations of ``space`` become.
+
+    Box becomes float32 (pictures, that is uint8 with two or more dimensions, stay uint8; a Box without
+    dimensions gets one), Discrete a one-hot vector, MultiDiscrete the concatenation of its one-hot vectors,
+    MultiBinary float32, Dict a Dict, and Tuple a Dict with the keys ``"0"``, ``"1"``, ….
+
+    Raises:
+        TypeError: for any other space.
+    """
+    match space:
+        case spaces.Box(dtype=np.uint8) if len(space.shape) >= 2:
+            return space
+        case spaces.Box():
+            with np.errstate(over="ignore"):  # float64 bounds beyond float32 become infinite
+                low, high = (np.atleast_1d(bound).astype(np.float32) for bound in (space.low, space.high))
+            return spaces.Box(low, high, dtype=np.float32)
+        case spaces.Discrete():
+            return spaces.Box(0.0, 1.0, (int(space.n),))
+        case spaces.MultiDiscrete():
+            return spaces.Box(0.0, 1.0, (int(space.nvec.sum()),))
+        case spaces.MultiBinary():
+            return spaces.Box(0.0, 1.0, space.shape)
+        case spaces.Dict():
+            return spaces.Dict({key: flat_space(part) for key, part in space.spaces.items()})
+        case spaces.Tuple():
+            return spaces.Dict({str(i): flat_space(part) for i, part in enumerate(space.spaces)})
+    raise TypeError(
+        f"Observation space {space} is not supported; Box, Discrete, MultiDiscrete, MultiBinary, and Dict or "
+        "Tuple of these are. Wrap the environment so that it returns one of them."
+    )
+
+
+def writer(space: spaces.Space[Any]) -> Callable[[Tree, Any], None]:
+    """Return the function ``write(row, observation)`` that stores one observation as ``flat_space`` says."""
+
+    def write_array(row: Tree, value: Any) -> None:
+        row[...] = value
+
+    def write_one_hot(row: Tree, value: Any) -> None:
+        row[...] = 0.0
+        row[np.ravel(value) - start + offset] = 1.0
+
+    def write_parts(row: Tree, value: Any) -> None:
+        for name, key, write in parts:
+            write(row[name], value[key])
+
+    match space:
+        case spaces.Discrete():
+            start, offset = np.array([space.start]), np.zeros(1, np.int64)
+            return write_one_hot
+        case spaces.MultiDiscrete():
+            start = space.start.ravel()
+            offset = np.cumsum(space.nvec.ravel()) - space.nvec.ravel()
+            return write_one_hot
+        case spaces.Dict():
+            parts: list[tuple[str, Any, Callable[[Tree, Any], None]]]
+            parts = [(key, key, writer(part)) for key, part in space.spaces.items()]
+            return write_parts
+        case spaces.Tuple():
+            parts = [(str(i), i, writer(part)) for i, part in enumerate(space.spaces)]
+            return write_parts
+    return write_array
+
+
+def action_layout(space: spaces.Space[Any]) -> tuple[int, type[np.generic]]:
+    """Return the width ``A`` and the type of the rows in which actions of ``space`` arrive.
+
+    Raises:
+        TypeError: when the space is not Box, Discrete, MultiDiscrete or MultiBinary.
+    """
+    match space:
+        case spaces.Box():
+            return math.prod(space.shape), np.float32
+        case spaces.Discrete():
+            return 1, np.int64
+        case spaces.MultiDiscrete() | spaces.MultiBinary():
+            return math.prod(space.shape), np.int64
+    raise TypeError(
+        f"Action space {space} is not supported; Box, Discrete, MultiDiscrete and MultiBinary are. "
+        "Wrap the environment so that it takes one of them."
+    )
+
+
+def decoder(space: spaces.Space[Any]) -> Callable[[Array], Sequence[Any]]:
+    """Return the function that turns rows ``[N, A]`` into N actions of ``space``."""
+
+    def decode_box(rows: Array) -> Sequence[Any]:
+        clipped = rows.clip(low, high)
+        whole = np.rint(clipped) if integer else clipped
+        return list(whole.astype(space.dtype, copy=False).reshape(shape))
+
+    def decode_discrete(rows: Array) -> Sequence[Any]:
+        return list(rows[:, 0] + start)
+
+    def decode_integers(rows: Array) -> Sequence[Any]:
+        return list((rows + start).astype(space.dtype, copy=False).reshape(shape))
+
+    shape = (-1, *(space.shape or ()))
+    start: Any = 0
+    match space:
+        case spaces.Box():
+            low, high = space.low.ravel(), space.high.ravel()
+            integer = np.issubdtype(space.low.dtype, np.integer)
+            return decode_box
+        case spaces.Discrete():
+            start = space.start
+            return decode_discrete
+        case spaces.MultiDiscrete():
+            start = space.start.ravel()
+            return decode_integers
+    return decode_integers
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What a step reads and writes, for N environments and M metrics."""
+
+    action: Array
+    """``[N, A]``"""
+    obs: Tree
+    final_obs: Tree
+    reward: Array
+    """``[N, 1]`` float32"""
+    terminated: Array
+    """``[N, 1]`` bool"""
+    truncated: Array
+    """``[N, 1]`` bool"""
+    metric: Array
+    """``[M, N, 1]`` float32, NaN where a step did not report it"""
+
+    def rows(self, start: int, stop: int) -> Buffers:
+        """Return views of the environments ``start`` to ``stop - 1``."""
+        fields = {name: map_tree(lambda x: x[start:stop], value) for name, value in vars(self).items()}
+        return Buffers(**fields | {"metric": self.metric[:, start:stop]})
+
+
+def make_buffers(
+    observation_space: spaces.Space[Any],
+    action_space: spaces.Space[Any],
+    num_envs: int,
+    num_metrics: int,
+    memory: mmap.mmap | None = None,
+) -> tuple[Buffers, int]:
+    """Lay the buffers out in ``memory``, or in new arrays, and return them with the bytes they take."""
+    size = 0
+
+    def array(shape: tuple[int, ...], dtype: Any) -> Array:
+        nonlocal size
+        start, count = size, math.prod(shape)
+        size += -(-count * np.dtype(dtype).itemsize // 64) * 64  # every array starts on a cache line
+        if memory is None:
+            return np.zeros(shape, dtype)
+        return np.frombuffer(memory, dtype, count, start).reshape(shape)
+
+    def tree(space: spaces.Space[Any]) -> Tree:
+        if isinstance(space, spaces.Dict):
+            return {key: tree(part) for key, part in space.spaces.items()}
+        assert space.shape is not None
+        return array((num_envs, *space.shape), space.dtype)
+
+    width, dtype = action_layout(action_space)
+    buffers = Buffers(
+        action=array((num_envs, width), dtype),
+        obs=tree(observation_space),
+        final_obs=tree(observation_space),
+        reward=array((num_envs, 1), np.float32),
+        terminated=array((num_envs, 1), np.bool_),
+        truncated=array((num_envs, 1), np.bool_),
+        metric=array((num_metrics, num_envs, 1), np.float32),
+    )
+    return buffers, size

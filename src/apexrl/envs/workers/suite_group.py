@@ -1,0 +1,169 @@
+"""The simulators of a task suite in one process, kept for the next episode of their task.
+
+Worker processes run it, ``python -m apexrl.envs.workers.suite_group CONNECTION_FD``, and import what the suite needs,
+not PyTorch.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from apexrl.envs.suites.base import Simulator, TaskSuite
+
+States: TypeAlias = Sequence[NDArray[np.float64]]
+"""Full simulator states, whose lengths differ."""
+
+
+class SimulatorCache:
+    """The simulators of one process, one for each task, which the slots share.
+
+    A slot that runs finds its task's simulator as it left it, or has its state put back into it: to restore a state is
+    far cheaper than to make a simulator for every slot and task.
+
+    Args:
+        suite: makes them.
+        capacity: how many may be alive; the one that was used longest ago is closed before another is made.
+    """
+
+    def __init__(self, suite: TaskSuite, capacity: int) -> None:
+        self.suite, self.capacity = suite, capacity
+        self.simulators: dict[int, Simulator] = {}
+        """Task -> simulator; the one used longest ago comes first."""
+        self.holder: dict[int, int] = {}
+        """Task -> slot whose episode is in its simulator."""
+        self.task_of: dict[int, int] = {}
+        """Slot -> task."""
+        self.saved: dict[int, NDArray[np.float64]] = {}
+        """Slot -> its state, while it is not in a simulator."""
+        self.made, self.seconds = 0, 0.0
+
+    def begin(
+        self, slots: Sequence[int], tasks: Sequence[int], states: States, idle: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], int, float]:
+        """Start an episode in each of the slots; those of the slots that idle are over.
+
+        Returns:
+            The stacked observations, the number of simulators made for it, and the seconds that took.
+        """
+        self.made, self.seconds = 0, 0.0
+        for slot in (*idle, *slots):
+            self._forget(slot)
+        for slot, task, state in zip(slots, tasks, states, strict=True):
+            self.task_of[slot], self.saved[slot] = task, state
+        seen = [self._enter(slot).observe() for slot in slots]
+        return self._stacked(seen), self.made, self.seconds
+
+    def advance(
+        self, slots: Sequence[int], actions: NDArray[np.float32], limits: Sequence[int]
+    ) -> tuple[dict[str, Any], list[bool], list[int], int, float]:
+        """Take up to ``limits[k]`` of the actions ``[k, chunk, A]`` in each slot; a solved task takes no more.
+
+        Returns:
+            The stacked observations after the last control step, whether the task is solved, the steps taken, the
+            number of simulators that had to be made again, and the seconds that took.
+        """
+        self.made, self.seconds = 0, 0.0
+        solved, taken, seen = [False] * len(slots), [0] * len(slots), []
+        for k, slot in enumerate(slots):
+            simulator = self._enter(slot)
+            for action in actions[k, : limits[k]]:
+                taken[k] += 1
+                if simulator.advance(action):
+                    solved[k] = True
+                    break
+            seen.append(simulator.observe())
+        return self._stacked(seen), solved, taken, self.made, self.seconds
+
+    def picture(self, slot: int) -> NDArray[np.uint8]:
+        """Draw the scene of a slot."""
+        return self._enter(slot).picture()
+
+    def close(self) -> None:
+        """Close every simulator."""
+        for simulator in self.simulators.values():
+            simulator.close()
+        self.simulators, self.holder, self.task_of, self.saved = {}, {}, {}, {}
+
+    def _enter(self, slot: int) -> Simulator:
+        """Return the simulator of a slot's task, with the slot's episode in it."""
+        task = self.task_of[slot]
+        simulator = self.simulators.pop(task, None) or self._make(task)
+        self.simulators[task] = simulator  # the newest again
+        holder = self.holder.get(task)
+        if holder != slot:
+            if holder is not None:
+                self.saved[holder] = simulator.state()
+            simulator.restore(self.saved.pop(slot))
+            self.holder[task] = slot
+        return simulator
+
+    def _make(self, task: int) -> Simulator:
+        while len(self.simulators) >= self.capacity:
+            oldest = next(iter(self.simulators))
+            if (holder := self.holder.pop(oldest, None)) is not None:
+                self.saved[holder] = self.simulators[oldest].state()
+            self.simulators.pop(oldest).close()
+        start = time.perf_counter()
+        simulator = self.suite.make_simulator(task)
+        self.made += 1
+        self.seconds += time.perf_counter() - start
+        return simulator
+
+    def _forget(self, slot: int) -> None:
+        task = self.task_of.pop(slot, None)
+        self.saved.pop(slot, None)
+        if task is not None and self.holder.get(task) == slot:
+            del self.holder[task]
+
+    def _stacked(self, seen: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {group: np.stack([obs[group] for obs in seen]) for group in self.suite.observation_space}
+
+
+def serve(connection_fd: int) -> None:
+    """Answer ``(call, method, arguments)`` with ``(call, ok, result or traceback)`` until the parent is gone."""
+    # The parent decides what Ctrl-C means, and what a cluster means that tells every process to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection: Connection[Any, Any] = Connection(connection_fd)
+    cache: SimulatorCache | None = None
+    answer: tuple[int, bool, Any]
+    while True:
+        try:
+            call, method, arguments = connection.recv()
+        except (EOFError, ConnectionError):
+            break
+        try:
+            if method == "make":
+                cache = SimulatorCache(pickle.loads(arguments[0]), arguments[1])
+                answer = (call, True, None)
+            else:
+                answer = (call, True, getattr(cache, method)(*arguments))
+        except Exception:
+            answer = (call, False, traceback.format_exc())
+        try:
+            connection.send(answer)
+        except ConnectionError:
+            break
+    try:
+        if cache is not None:
+            cache.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(0)  # drawing contexts complain when the interpreter takes them down
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""Evaluation: episodes with quotas, pinned starts, comparisons, tables and videos."""

@@ -1,0 +1,54 @@
+"""Videos of a policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from apexrl.core.errors import RunDirError
+from apexrl.core.types import OBSERVATION, Carry
+from apexrl.envs.base import VecEnv
+from apexrl.policies.base import Policy
+from apexrl.rollout import initial_state, left_alone, make_actor, rollout
+
+
+def record_video(
+    env: VecEnv, policy: Policy, path: Path, *, seed: int = 0, num_episodes: int = 1, fps: float | None = None
+) -> Path:
+    """Play deterministic episodes in environment 0 and write what it looks like as an MP4 file.
+
+    Args:
+        env: only its first environment is drawn.
+        policy: acts with the mode of its distribution.
+        path: of the file.
+        seed: of the environments, and of what the policy draws.
+        num_episodes: one after another.
+        fps: pictures a second; None for those of the environment, which show it as fast as it is.
+    """
+    import imageio.v2 as imageio
+
+    actor = make_actor(policy, env.device, deterministic=True)
+    temporary = path.with_suffix(".part.mp4")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch()  # ffmpeg would fail with a page of text
+        temporary.unlink()
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be written: {error.strerror}. Name another place.") from error
+    writer: Any
+    with (
+        left_alone(policy, seed),
+        imageio.get_writer(temporary, fps=fps or env.video_fps, macro_block_size=2) as writer,
+    ):
+
+        def act_and_draw(carry: Carry) -> dict[str, torch.Tensor]:
+            writer.append_data(env.render(0))
+            return actor(carry)
+
+        carry: Carry = {OBSERVATION: env.reset(seed=seed), **initial_state(policy, env)}
+        for _ in range(num_episodes):
+            _, carry = rollout(env, act_and_draw, carry, env.max_episode_steps or 1000, keep=(), until_done=True)
+    temporary.replace(path)
+    return path

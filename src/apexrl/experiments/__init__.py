@@ -1,0 +1,1 @@
+"""Many runs: seeds, sweeps, plots and reports."""

@@ -1,0 +1,202 @@
+"""Trained policies on manifests, and the files of their results."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from apexrl.core.errors import ConfigError
+from apexrl.core.metrics import IDENTITY_FIELDS
+from apexrl.core.system.provenance import provenance
+from apexrl.core.types import TRUNCATED
+from apexrl.evaluation.evaluate import EvaluationResult, evaluate_starts, group_size
+from apexrl.evaluation.manifest import Manifest, dict_or_empty, read_json
+from apexrl.run.config import Config
+from apexrl.run.sections import SuiteConfig, TaskConfig
+from apexrl.run.trained_policy import TrainedPolicy
+
+VERSION = 1
+_ROW_FIELDS = {"return": "return", "episode_len": "length", "success_once": "success_once"}
+_ROW_FIELDS |= {"success_at_end": "success_at_end", "fail_once": "fail_once"}
+"""Fields of every episode, and what a row calls them; the others are metrics of the task."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What an evaluation on a manifest gave, new or from a file."""
+
+    name: str
+    """What was evaluated."""
+    task: str
+    manifest_hash: str
+    checkpoint: dict[str, Any]
+    """``path`` and ``sha256``."""
+    result: EvaluationResult
+
+
+def task_options(config: Config) -> dict[str, Any]:
+    """Return the options of a configuration's task that a manifest pins."""
+    if isinstance(config.task, SuiteConfig):
+        length = config.task.max_episode_length
+        return {} if length is None else {"max_episode_length": length}
+    return dict(config.task.kwargs)
+
+
+def with_task_options(config: Config, manifest: Manifest) -> Config:
+    """Return a configuration with the task as a manifest pins it.
+
+    Raises:
+        ConfigError: when the manifest is of another task, or an option is impossible.
+    """
+    if config.task.id != manifest.task:
+        raise ConfigError(
+            f"The manifest is of the task '{manifest.task}', the policy was trained on '{config.task.id}'. "
+            f"Write one for it: apexrl manifest {config.task.id} --output FILE."
+        )
+    if isinstance(config.task, TaskConfig):
+        return replace(config, task=replace(config.task, kwargs=dict(manifest.options)))
+    if unknown := manifest.options.keys() - {"max_episode_length"}:
+        raise ConfigError(f"The manifest has options that no suite has: {', '.join(sorted(unknown))}.")
+    return replace(config, task=replace(config.task, max_episode_length=manifest.options.get("max_episode_length")))
+
+
+def evaluate_trained(
+    trained: TrainedPolicy,
+    manifest: Manifest,
+    num_envs: int,
+    *,
+    device: torch.device | str = "cpu",
+    on_progress: Callable[[int], None] | None = None,
+) -> EvaluationResult:
+    """Evaluate a trained policy on the episodes of a manifest, on a CPU unless told.
+
+    Raises:
+        ConfigError: when the manifest is of another task, or its options give other observations or actions.
+    """
+    pinned = replace(trained, config=with_task_options(trained.config, manifest), device=torch.device(device))
+    env = pinned.make_env(group_size(len(manifest.episodes), num_envs))
+    try:
+        if pinned.config != trained.config:
+            _check_spaces(trained, env, manifest)
+        starts = manifest.starts(env)
+        policy = trained.policy.to(device)
+        return evaluate_starts(env, policy, starts, events=trained.events, on_progress=on_progress)
+    finally:
+        env.close()
+
+
+def _check_spaces(trained: TrainedPolicy, env: Any, manifest: Manifest) -> None:
+    own = trained.make_env(1)
+    spaces = [(one.observation_space, one.action_space) for one in (own, env)]
+    own.close()
+    if spaces[0] != spaces[1]:
+        raise ConfigError(
+            f"The options of the manifest, {dict(manifest.options)}, give other observations or actions than "
+            f"{task_options(trained.config)}, with which the policy was trained. Use a manifest that fits it."
+        )
+
+
+def results_record(
+    trained: TrainedPolicy, manifest: Manifest, result: EvaluationResult, command: str, **how: Any
+) -> dict[str, Any]:
+    """Return what a file of results holds; plain values, null for what is not known.
+
+    Args:
+        trained: what was evaluated.
+        manifest: on which episodes.
+        result: what came out.
+        command: that repeats it.
+        **how: further facts about the run, such as the number of environments; none changes a number on a CPU.
+    """
+    return {
+        "version": VERSION,
+        "task": manifest.task,
+        "options": dict(manifest.options),
+        "manifest_hash": manifest.hash,
+        "checkpoint": hashed(trained.checkpoint),
+        "command": command,
+        "run": {**how, "threads": torch.get_num_threads()},
+        **provenance(),
+        "summary": _plain(result.record()),
+        "episodes": episode_rows(manifest, result),
+    }
+
+
+def episode_rows(manifest: Manifest, result: EvaluationResult) -> list[dict[str, Any]]:
+    """Return a row for each episode of the manifest, in its order; one that was lost has nothing but that."""
+    rows: list[dict[str, Any]] = [
+        {"episode": index, **entry, "lost": True} for index, entry in enumerate(manifest.to_dict()["episodes"])
+    ]
+    columns = {name: values.tolist() for name, values in result.episodes.items()}
+    hidden = {*_ROW_FIELDS, *IDENTITY_FIELDS, TRUNCATED, "reward", "lost"}
+    for i, index in enumerate(columns["episode_id"]):
+        row = rows[int(index)]
+        del row["lost"]
+        row |= {shown: _plain(columns[name][i]) for name, shown in _ROW_FIELDS.items() if name in columns}
+        row["length"] = int(row["length"])
+        row["truncated"] = columns[TRUNCATED][i] > 0
+        row["metrics"] = {name: _plain(values[i]) for name, values in columns.items() if name not in hidden}
+    return rows
+
+
+def read_results(path: Path) -> Results:
+    """Read a file that ``apexrl eval --manifest … --output`` wrote.
+
+    Raises:
+        ConfigError: when it is none.
+    """
+    raw = read_json(path, "file of results")
+    rows, checkpoint = raw.get("episodes"), dict_or_empty(raw.get("checkpoint"))
+    if raw.get("version") != VERSION or not isinstance(raw.get("manifest_hash"), str) or not isinstance(rows, list):
+        raise ConfigError(
+            f"{path} is not a file of results of version {VERSION}; "
+            "'apexrl eval RUN_DIR --manifest FILE --output FILE' writes one."
+        )
+    try:
+        if [row["episode"] for row in rows] != list(range(len(rows))):
+            raise ValueError("the episodes are not numbered from 0")
+        kept = [row for row in rows if not row.get("lost")]
+        columns = {
+            name: [row[shown] for row in kept]
+            for name, shown in _ROW_FIELDS.items()
+            if name in ("return", "episode_len") or all(shown in row for row in kept)
+        }
+        columns |= {"episode_id": [row["episode"] for row in kept], TRUNCATED: [row["truncated"] for row in kept]}
+        names = list(dict.fromkeys(row["task"] for row in kept if "task" in row))
+        if names:
+            columns["task_id"] = [names.index(row["task"]) for row in kept]
+        episodes = {name: np.array(values, np.float64) for name, values in columns.items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} is damaged: its 'episodes' cannot be read ({error!r}).") from error
+    if not kept:
+        raise ConfigError(f"{path} has no episode that was not lost.")
+    result = EvaluationResult(episodes, task_names=names, num_lost=len(rows) - len(kept))
+    name = str(checkpoint.get("path", path))
+    return Results(name, str(raw.get("task")), raw["manifest_hash"], checkpoint, result)
+
+
+def hashed(path: Path) -> dict[str, Any]:
+    """Return what names a checkpoint: its path, and the hash of its content."""
+    return {"path": str(path), "sha256": file_hash(path)}
+
+
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Replace numbers that JSON does not have by None."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

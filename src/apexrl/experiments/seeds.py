@@ -1,0 +1,185 @@
+"""Runs that differ in their seed alone: what is kept of them, and what they say together."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apexrl.core.errors import ConfigError, FewSamplesWarning, RunDirError
+from apexrl.core.functional.intervals import iqm, iqm_interval
+from apexrl.core.system import files
+from apexrl.run.records import Log
+
+FILE = "seeds.json"
+VERSION = 1
+MAX_SEED, MAX_SEEDS = 2**31, 1000
+FIELDS = ("return", "success_rate")
+"""Of an evaluation's record, that are aggregated where every seed has them."""
+
+
+State = Literal["waiting", "done", "failed"]
+
+
+@dataclass
+class SeedRun:
+    """One of the runs."""
+
+    seed: int
+    state: State = "waiting"
+    error: str = ""
+    """Why it failed."""
+    result: dict[str, Any] = field(default_factory=dict)
+    """Record of the evaluation at the end."""
+
+
+@dataclass
+class SeedRuns:
+    """The runs below a directory, ``seed-0``, ``seed-1`` …, and ``seeds.json`` that says how far they are."""
+
+    directory: Path
+    config: dict[str, Any]
+    """Plain values of the configuration that they share."""
+    runs: list[SeedRun]
+
+    def run_dir(self, run: SeedRun) -> Path:
+        """Return the directory of one of them."""
+        return self.directory / f"seed-{run.seed}"
+
+    def with_state(self, state: str) -> list[SeedRun]:
+        """Return the runs that are in a state."""
+        return [run for run in self.runs if run.state == state]
+
+    def write(self) -> Path:
+        """Write ``seeds.json`` with what is known by now."""
+        with warnings.catch_warnings(action="ignore", category=FewSamplesWarning):  # others are still training
+            aggregate = self.aggregate()
+        content = {
+            "version": VERSION,
+            "aggregate": aggregate,
+            "runs": [asdict(run) for run in self.runs],
+            "config": self.config,
+        }
+        return files.replace_text(self.directory / FILE, json.dumps(content, indent=1) + "\n")
+
+    def aggregate(self) -> dict[str, dict[str, Any]]:
+        """Return interquartile mean and interval of every field that all finished runs have."""
+        results = [run.result for run in self.with_state("done")]
+        return {
+            name: summary(_by_task(results, name), is_rate=name == "success_rate")
+            for name in FIELDS
+            if results and all(name in result for result in results)
+        }
+
+
+def read(directory: Path) -> SeedRuns:
+    """Read ``seeds.json`` of a directory.
+
+    Raises:
+        RunDirError: when it is missing, damaged or of a newer version.
+    """
+    path = directory / FILE
+    if not path.is_file():
+        raise RunDirError(f"{directory} holds no {FILE}: name a directory that 'apexrl train --seeds' made.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["version"] > VERSION:
+            raise RunDirError(
+                f"{path} is of version {content['version']}; this apexrl reads up to {VERSION}. Update apexrl."
+            )
+        if not isinstance(content["config"], dict):
+            raise TypeError("'config' must be a mapping")
+        return SeedRuns(directory, content["config"], [_checked(SeedRun(**entry)) for entry in content["runs"]])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RunDirError(f"{path} is damaged ({type(error).__name__}: {error}); start the seeds again.") from error
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _checked(run: SeedRun) -> SeedRun:
+    """Return a run as it was read.
+
+    Raises:
+        ValueError: when it cannot have been written by a run.
+    """
+    if type(run.seed) is not int or not 0 <= run.seed <= MAX_SEED:
+        raise ValueError(f"'seed' must be a whole number from 0 to {MAX_SEED}")
+    if run.state not in get_args(State):
+        raise ValueError(f"'state' of seed {run.seed} must be one of {', '.join(get_args(State))}")
+    if run.state == "done":
+        low, high = run.result["return_interval"] or (0.0, 0.0)  # one episode has none
+        rates = [task["success_rate"] for task in run.result.get("per_task", {}).values()]
+        numbers = [run.result["return"], low, high, run.result["episodes"], run.result.get("success_rate", 0.0), *rates]
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise ValueError(f"'result' of seed {run.seed} must hold numbers")
+    return run
+
+
+def parse_seeds(text: str, first: int) -> list[int]:
+    """Read ``5``, so many seeds from ``first`` on, or ``0,3,7``, these seeds."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"--seeds must be a number of seeds, such as 5, or seeds, such as 0,1,2, got '{text}'.")
+    numbers = [int(part) for part in parts]
+    if len(parts) == 1:
+        if not 1 <= numbers[0] <= MAX_SEEDS:
+            raise ConfigError(f"--seeds must ask for 1 to {MAX_SEEDS} seeds, got '{text}'.")
+        numbers = list(range(first, first + numbers[0]))
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError(f"--seeds must name each seed once, got '{text}'.")
+    if max(numbers) > MAX_SEED:
+        raise ConfigError(f"--seeds must be at most {MAX_SEED}, got {max(numbers)}.")
+    return numbers
+
+
+def summary(values: NDArray[np.float64], *, is_rate: bool = False) -> dict[str, Any]:
+    """Return interquartile mean, its interval and the plain mean of what seeds gave.
+
+    Args:
+        values: of seeds and tasks, ``[S, K]``.
+        is_rate: whether the values lie between 0 and 1, and so the interval.
+    """
+    bounds = np.array(iqm_interval(values))
+    interval = np.clip(bounds, 0.0, 1.0) if is_rate else bounds
+    return {
+        "iqm": float(iqm(values, axis=None)),
+        "interval": interval.tolist() if len(values) > 1 else None,
+        "mean": float(values.mean()),
+        "seeds": values.shape[0],
+        "tasks": values.shape[1],
+    }
+
+
+def curve(logs: Sequence[Log], training_name: str, evaluation_name: str) -> tuple[NDArray[np.float64], ...]:
+    """Return what runs of several seeds have measured at the same steps.
+
+    Periodic evaluations are taken where every run has two or more, what training saw otherwise.
+
+    Returns:
+        Steps ``[P]`` and values ``[S, P]``; both empty when the runs have nothing in common.
+    """
+    evaluated = [{step: found.mean for step, found in log.evaluated(evaluation_name).items()} for log in logs]
+    for points in (evaluated, [log.trained(training_name) for log in logs]):
+        curves = [np.array(list(entries.items()), np.float64).reshape(-1, 2) for entries in points]
+        if curves and min(map(len, curves)) >= 2:
+            first, last = max(c[0, 0] for c in curves), min(c[-1, 0] for c in curves)
+            every = np.unique(np.concatenate([c[:, 0] for c in curves]))
+            grid = every[(first <= every) & (every <= last)]
+            if len(grid) > 200:
+                grid = np.linspace(first, last, 200)
+            return grid, np.stack([np.interp(grid, c[:, 0], c[:, 1]) for c in curves])
+    return np.zeros(0), np.zeros((0, 0))
+
+
+def _by_task(results: Sequence[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
+    """Return a field of every seed ``[S, 1]``; the success of every task ``[S, K]`` where all seeds have the same."""
+    tasks = [result.get("per_task") or {} for result in results]
+    if name != "success_rate" or not tasks[0] or any(set(found) != set(tasks[0]) for found in tasks):
+        return np.array([[result[name]] for result in results], np.float64)
+    return np.array([[found[task]["success_rate"] for task in tasks[0]] for found in tasks], np.float64)

@@ -1,8 +1,0 @@
-"""``apexrl report``: run directories as one page that anyone can open, without a network.
-
-``runs`` reads, ``curves`` sums up, ``figures`` describes the plots, ``page`` writes.
-"""
-
-from apexrl.report.page import write_report
-
-__all__ = ["write_report"]

@@ -1,0 +1,1 @@
+"""One run: its configuration, how it is built, and its directory."""

@@ -1,0 +1,207 @@
+"""The one schema: YAML files, presets and command-line overrides all become a ``Config``."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from apexrl.agent.trainer import TrainingConfig
+from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BCConfig, PPOConfig, RLOOConfig
+from apexrl.core.errors import ConfigError, did_you_mean
+from apexrl.core.system.migrations import CONFIG_VERSION, VERSION, migrated_config
+from apexrl.run.sections import FeaturesConfig, LoggingConfig, PolicyConfig, SuiteConfig, TaskConfig, VLAConfig
+
+SUITE_ALGORITHMS = ("rloo", "bc")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    task: TaskConfig | SuiteConfig = field(default_factory=TaskConfig)
+    policy: PolicyConfig | VLAConfig = field(default_factory=PolicyConfig)
+    algo: AlgorithmConfig = field(default_factory=PPOConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    features: FeaturesConfig = field(default_factory=FeaturesConfig)
+
+    def __post_init__(self) -> None:
+        kinds = list(ALGORITHMS[self.algo.name][0].policies)
+        if self.policy.kind not in kinds:
+            raise ConfigError(
+                f"policy.kind must be one of {kinds} for algo.name '{self.algo.name}', got '{self.policy.kind}'."
+            )
+        is_suite, takes_suites = isinstance(self.task, SuiteConfig), self.algo.name in SUITE_ALGORITHMS
+        if is_suite != takes_suites:
+            needs = "task.benchmark_name, a suite of tasks," if takes_suites else "task.id, not task.benchmark_name,"
+            raise ConfigError(f"algo.name '{self.algo.name}' needs {needs} got '{self.task.id}'.")
+        if self.policy.kind == "vla" and isinstance(self.algo, BCConfig):
+            self.algo.require_default_loss()
+        if isinstance(self.task, SuiteConfig) and isinstance(self.algo, RLOOConfig):
+            has_demos = self.task.num_demos or self.task.demos or self.training.init_from
+            if self.algo.imitation_updates and not has_demos:
+                raise ConfigError(
+                    "algo.imitation_updates needs demonstrations: set task.num_demos to record some with the suite's "
+                    f"scripted experts, or task.demos to a directory of them; got {self.task.num_demos} and ''."
+                )
+        if self.training.collector == "ray" and self.task.num_envs % self.training.num_collectors:
+            raise ConfigError(
+                f"task.num_envs must be a multiple of training.num_collectors ({self.training.num_collectors}) with "
+                f"training.collector ray, got {self.task.num_envs}."
+            )
+        known = ("sync", "async") if self.algo.name == "rloo" else ("sync",)
+        if is_suite and self.training.collector not in known:
+            raise ConfigError(
+                f"training.collector must be {' or '.join(known)} with task.benchmark_name and algo.name "
+                f"{self.algo.name}, got '{self.training.collector}'."
+            )
+        self.algo.check_rollout(self.task.num_envs, keeps_sequences=self.policy.kind == "gru")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that YAML and checkpoints can hold."""
+        return {VERSION: CONFIG_VERSION, **_plain(asdict(self))}
+
+
+SECTIONS: dict[str, tuple[type, ...]] = {
+    "task": (TaskConfig, SuiteConfig),
+    "policy": (PolicyConfig, VLAConfig),
+    "algo": tuple(config for _, config in ALGORITHMS.values()),
+    "training": (TrainingConfig,),
+    "logging": (LoggingConfig,),
+    "features": (FeaturesConfig,),
+}
+"""Section -> its classes; ``section_class`` says which of several."""
+CHOICES = {
+    TaskConfig: "with --task.id",
+    SuiteConfig: "with --task.benchmark_name",
+    PolicyConfig: "with --policy.kind mlp, gru or roa",
+    VLAConfig: "with --policy.kind vla",
+    **{config: f"with --algo.name {name}" for name, (_, config) in ALGORITHMS.items()},
+}
+"""What chooses a class of a section that has several."""
+
+
+def section_class(name: str, values: Mapping[str, Any]) -> type:
+    """Return the class of a section for the values that are given."""
+    if name == "task":
+        return SuiteConfig if "benchmark_name" in values else TaskConfig
+    if name == "policy":
+        return VLAConfig if values.get("kind") == "vla" else PolicyConfig
+    if name == "algo":
+        wanted = values.get("name", "ppo")
+        if not isinstance(wanted, str) or wanted not in ALGORITHMS:
+            raise ConfigError(
+                f"algo.name must be one of {sorted(ALGORITHMS)}, got {wanted!r}.{did_you_mean(str(wanted), ALGORITHMS)}"
+            )
+        return ALGORITHMS[wanted][1]
+    return SECTIONS[name][0]
+
+
+def make_config(raw: Mapping[str, Any]) -> Config:
+    """Check plain values and make a ``Config``; every problem is named with its field.
+
+    Raises:
+        ConfigError: with one line for each problem.
+    """
+    problems: list[str] = []
+    sections: dict[str, Any] = {}
+    for name, values in migrated_config(raw).items():
+        if name not in SECTIONS:
+            problems.append(
+                f"Unknown section '{name}'; sections are {', '.join(SECTIONS)}.{did_you_mean(str(name), SECTIONS)}"
+            )
+        elif not isinstance(values, dict | None):
+            problems.append(f"Section '{name}' must hold fields, got {values!r}.")
+        else:
+            sections[name] = _section(name, values or {}, problems)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Config(**sections)
+
+
+def field_paths() -> list[str]:
+    """Return every ``section.field``."""
+    every = [
+        f"{section}.{entry.name}" for section, classes in SECTIONS.items() for cls in classes for entry in fields(cls)
+    ]
+    return list(dict.fromkeys(every))
+
+
+def field_help(section: type) -> dict[str, str]:
+    """Return the sentence below each field of a configuration class, inherited ones first."""
+    found: dict[str, str] = {}
+    for cls in reversed(section.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in zip(body.body, body.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                if is_text:
+                    text = " ".join(str(following.value.value).split())  # type: ignore[attr-defined]
+                    found[statement.target.id] = text
+    return found
+
+
+def _section(name: str, values: dict[str, Any], problems: list[str]) -> Any:
+    try:
+        section = section_class(name, values)
+    except ConfigError as error:
+        problems.append(str(error))
+        return None
+    known = {entry.name: str(entry.type) for entry in fields(section)}
+    checked: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            which = f" {CHOICES[section]}" if section in CHOICES else ""
+            problems.append(
+                f"Unknown field '{name}.{key}'; fields{which} are {', '.join(known)}.{did_you_mean(str(key), known)}"
+            )
+        elif known[key].startswith(("int", "float")):
+            checked[key] = number = as_number(value)
+            if isinstance(number, bool) or (isinstance(number, float) and not math.isfinite(number)):
+                problems.append(f"{name}.{key} must be a finite number, got {value!r}.")
+        else:
+            checked[key] = value
+    try:
+        return TypeAdapter(section).validate_python(checked)
+    except ValidationError as error:
+        problems += [_problem(name, entry) for entry in error.errors()]
+        return None
+
+
+def as_number(value: Any) -> Any:
+    """Read text such as 1e6, which YAML does not take for a number."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _problem(section: str, entry: Any) -> str:
+    cause = entry.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return str(cause)
+    path = ".".join(str(part) for part in (section, *entry["loc"]))
+    text = (entry["msg"][0].lower() + entry["msg"][1:]).replace("valid tuple", "list, such as [64, 64]")
+    return f"{path}: {text}, got {entry['input']!r}."
+
+
+def _require_known(name: str, parents: list[str], last: str) -> None:
+    paths = field_paths()
+    if not parents or (name not in paths and parents[:2] not in (["task", "kwargs"], ["task", "metrics"])):
+        raise ConfigError(f"Unknown option '--{name}'.{did_you_mean(name, paths)} 'apexrl train --help' lists all.")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value

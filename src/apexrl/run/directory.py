@@ -1,0 +1,291 @@
+"""From a configuration to a running trainer: new runs, resumed runs, and trained policies."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from apexrl.agent import Trainer, checkpoint
+from apexrl.agent.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger
+from apexrl.algorithms import BCConfig, PPOROAConfig, RLOOConfig
+from apexrl.core.errors import ConfigError, RunDirError
+from apexrl.core.system import distributed, files
+from apexrl.core.system.json_lines import cut_json_lines
+from apexrl.core.system.provenance import add_start
+from apexrl.run.build import make_trainer, prepare_device
+from apexrl.run.config import Config, make_config
+from apexrl.run.loading import read_config, with_overrides
+from apexrl.run.sections import SuiteConfig
+from apexrl.run.suite import (
+    FINAL_RESULTS,
+    IMITATION,
+    imitates_first,
+    imitation_config,
+    needs_own_demos,
+    record_own_demos,
+    write_final_results,
+)
+
+# What may change when a run goes on: how long, how often, and where to; not what is learned.
+RESUMABLE_SECTIONS = ("training", "logging", "features")
+RESUMABLE_FIELDS = ("algo.save_replay",)
+FIXED_FIELDS = ("training.seed", "training.init_from")
+
+
+def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), *, name: str = "run") -> Trainer:
+    """Make a trainer in a new run directory, which gets the whole configuration.
+
+    Args:
+        config: of the run.
+        run_dir: a directory that is empty or not there yet; None makes ``runs/<name>-<time>``.
+        loggers: more places for the numbers, besides the files of the run.
+        name: used when ``run_dir`` is None.
+    """
+    distributed.join(prepare_device(config))
+    made = run_dir is None or not run_dir.exists()
+    run_dir = distributed.on_first(lambda: claim(new_run_dir(name) if run_dir is None else run_dir))
+    lock = files.DirectoryLock(run_dir)
+    distributed.on_first(lock.acquire)
+    trainer = None
+    try:
+        distributed.on_first(lambda: _write_config(run_dir, config))
+        init_from = first_weights(config, run_dir, loggers)
+        trainer = make_trainer(config, run_dir, loggers, init_from=init_from)
+        trainer.loggers[:0] = file_loggers(config, run_dir)
+        trainer.run_lock = lock
+        if isinstance(config.algo, PPOROAConfig) and config.algo.phase == "finetune" and not config.training.init_from:
+            trainer.tell(
+                "algo.phase finetune without training.init_from: encoder and teacher are untrained and stay so. Name a "
+                "run of phase train."
+            )
+        distributed.on_first(partial(add_start, run_dir, 0, trainer.policy.device))
+    except BaseException as error:
+        if trainer is not None:
+            trainer.close()
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit) and needs_own_demos(config)
+        is_kept = stopped or (run_dir / IMITATION).exists()
+        if distributed.is_first() and not is_kept:
+            _clear(run_dir)
+        lock.release()
+        if distributed.is_first() and made and not is_kept:
+            with contextlib.suppress(OSError):  # another process may still be leaving; it must not hide what went wrong
+                run_dir.rmdir()
+        raise
+    return trainer
+
+
+def _clear(run_dir: Path) -> None:
+    """Delete what a failed start wrote into a directory that was empty."""
+    for path in run_dir.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def new_run_dir(name: str) -> Path:
+    """Make a directory ``runs/<name>-<time>`` of its own, also for runs that start in the same second."""
+    stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(1):
+        run_dir = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+        try:
+            run_dir.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RunDirError(f"{run_dir} cannot be made: {error.strerror}. Name another with --run-dir.") from error
+        return run_dir
+    raise AssertionError("unreachable")
+
+
+def first_weights(config: Config, run_dir: Path, loggers: Sequence[Logger]) -> str:
+    """Return the run or checkpoint that a new run takes its first weights from; an empty string draws them.
+
+    Where the configuration asks for it, demonstrations are recorded and imitated first, which may take minutes. What
+    was done before a kill is not done again: neither tasks that are recorded, nor updates before the last checkpoint.
+    """
+
+    def tell(text: str) -> None:
+        for logger in loggers:
+            logger.message(text)
+
+    task, algo = config.task, config.algo
+    if isinstance(algo, RLOOConfig) and imitates_first(config):
+        # What is wrong with the run itself is better said now than after the imitation.
+        make_trainer(replace(config, algo=replace(algo, imitation_coef=0.0)), run_dir).close()
+    try:
+        if isinstance(task, SuiteConfig) and needs_own_demos(config):
+            distributed.on_first(lambda: record_own_demos(task, run_dir, tell))
+        if not imitates_first(config):
+            return config.training.init_from
+        return str(_imitate(imitation_config(config, run_dir), run_dir / IMITATION, loggers, tell))
+    except (KeyboardInterrupt, SystemExit):
+        tell(f"Stopped before the first rollout. Resume with: apexrl train --resume {run_dir}")
+        raise
+
+
+def _imitate(config: Config, run_dir: Path, loggers: Sequence[Logger], tell: Callable[[str], None]) -> Path:
+    """Train the imitation that a run begins with, a run in its directory; returns that when it is complete."""
+    if (run_dir / FINAL_RESULTS).is_file():
+        return run_dir
+    if distributed.world_size() > 1:
+        raise ConfigError(
+            f"algo.imitation_updates is done in one process, not in {distributed.world_size()}: imitate first with "
+            "--algo.name bc, without torchrun, and name that run with training.init_from."
+        )
+    assert isinstance(config.algo, BCConfig)
+    tell(f"Imitating the demonstrations: {config.algo.num_updates:,} updates, in {run_dir}")
+    loggers = [logger for logger in loggers if logger.shows_stages]
+    has_begun = (run_dir / "config.yaml").is_file()
+    trainer = _resume(config, run_dir, loggers) if has_begun else start(config, run_dir, loggers)
+    try:
+        trainer.learn()
+        if episodes := trainer.cfg.final_eval_episodes:
+            tell(f"After imitation: {trainer.evaluate(episodes).summary()}")
+        write_final_results(run_dir, trainer.iteration, trainer.total_steps, trainer.optimizer_steps)
+    finally:
+        trainer.close()
+    return run_dir
+
+
+def resume(run_dir: Path, overrides: Iterable[tuple[str, str]] = (), loggers: Sequence[Logger] = ()) -> Trainer:
+    """Go on from the newest checkpoint of a run that can be read, or from the start when it has none yet.
+
+    Log lines after the checkpoint are dropped, because they are written again. Nothing changes when this fails.
+    """
+    return _resume(resumed_config(run_dir, overrides), run_dir, loggers)
+
+
+def _resume(config: Config, run_dir: Path, loggers: Sequence[Logger]) -> Trainer:
+    distributed.join(prepare_device(config))
+    lock = files.DirectoryLock(run_dir)
+    distributed.on_first(lock.acquire)
+    trainer = None
+    try:
+        has_any = bool(checkpoint.numbered(run_dir / "checkpoints"))
+        init_from = "" if has_any else first_weights(config, run_dir, loggers)
+        trainer = make_trainer(config, run_dir, loggers, init_from=init_from)
+        trainer.run_lock = lock
+        if has_any:
+            _load_newest(trainer, run_dir / "checkpoints")
+        trainer.loggers[:0] = file_loggers(config, run_dir, purge_step=trainer.total_steps + 1 if has_any else 0)
+        distributed.on_first(partial(_tidy, run_dir, config, trainer))
+    except BaseException:
+        if trainer is not None:
+            trainer.close()
+        lock.release()
+        raise
+    return trainer
+
+
+def _load_newest(trainer: Trainer, directory: Path) -> None:
+    """Load the newest checkpoint that can be read; newer ones get another name, so that nobody meets them again."""
+    newest, _, problems = checkpoint.load_newest(directory, lambda path: trainer.load_checkpoint(path.name))
+    trainer.adopt_checkpoints()
+    for problem in problems:
+        trainer.tell(f"{problem} Going on from {newest.name}, the newest that can be read.")
+    if problems and distributed.is_first():
+        for path in checkpoint.numbered(directory)[-len(problems) :]:
+            path.rename(path.with_name(f"{path.name}.damaged"))
+
+
+def _tidy(run_dir: Path, config: Config, trainer: Trainer) -> None:
+    """Take back what the run had written after its checkpoint."""
+    for directory in (run_dir, run_dir / "checkpoints"):
+        files.remove_parts(directory)
+    cut_json_lines(run_dir / "metrics.jsonl", trainer.iteration)
+    # The checkpoint knows how many evaluations came before it: the one at the end of training came after.
+    cut_json_lines(run_dir / "evaluations.jsonl", trainer.iteration, max_lines=trainer.num_evaluations)
+    _write_config(run_dir, config)
+    add_start(run_dir, trainer.iteration, trainer.policy.device)
+
+
+def resumed_config(run_dir: Path, overrides: Iterable[tuple[str, str]] = ()) -> Config:
+    """Read a run's configuration and apply what may change; what may not can be repeated as it is."""
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise RunDirError(
+            f"{run_dir} is not a run directory: it has no config.yaml. Name one that 'apexrl train' made."
+        )
+    return changed_config(read_config(path), list(overrides))
+
+
+def changed_config(stored: Mapping[str, Any], overrides: Sequence[tuple[str, str]]) -> Config:
+    """Apply overrides to the configuration of a run that exists; refuses what may not change."""
+    before, after = make_config(stored), make_config(with_overrides(stored, overrides))
+    collectors = {before.training.collector, after.training.collector}
+    if len(collectors) > 1 and "ray" in collectors:
+        raise ConfigError(
+            f"training.collector cannot change between '{before.training.collector}' and '{after.training.collector}' "
+            "when a run is resumed: the environments live elsewhere. Leave it out, or start a new run."
+        )
+    for name, text in overrides:
+        section, key, *_ = name.split(".")
+        is_fixed = (section not in RESUMABLE_SECTIONS and name not in RESUMABLE_FIELDS) or name in FIXED_FIELDS
+        if is_fixed and getattr(getattr(before, section), key) != getattr(getattr(after, section), key):
+            raise ConfigError(
+                f"'--{name} {text}' cannot change when a run is resumed; only {', '.join(RESUMABLE_SECTIONS)} can "
+                f"(not {' and '.join(FIXED_FIELDS)}). Leave it out, or start a new run."
+            )
+    return after
+
+
+def file_loggers(config: Config, run_dir: Path, purge_step: int | None = None) -> list[Logger]:
+    """Make the loggers that write into the run directory; with ``purge_step`` TensorBoard hides what came later."""
+    if not distributed.is_first():
+        return []
+    files: list[Logger] = [JsonlLogger(run_dir / "metrics.jsonl")]
+    # Weights & Biases may refuse to start, so it comes before TensorBoard, which makes a file at once.
+    if config.logging.wandb != "disabled":
+        files.append(
+            WandbLogger(
+                run_dir,
+                project=config.logging.wandb_project,
+                mode=config.logging.wandb,
+                run_id=_wandb_id(run_dir),
+                name=run_dir.resolve().name,
+                config=config.to_dict(),
+            )
+        )
+    if config.logging.tensorboard:
+        files.append(TensorBoardLogger(run_dir, purge_step))
+    return files
+
+
+def claim(run_dir: Path) -> Path:
+    """Make sure that a new run overwrites nothing and can be written; returns its directory."""
+    if run_dir.exists() and not run_dir.is_dir():
+        raise RunDirError(f"--run-dir {run_dir} is a file; name a new directory.")
+    leftovers = (files.DirectoryLock.NAME, f".config.yaml{files.PART}")  # of a process that was killed as it began
+    if run_dir.is_dir() and any(path.name not in leftovers for path in run_dir.iterdir()):
+        raise RunDirError(f"--run-dir {run_dir} is not empty; name a new directory, or use --resume {run_dir}.")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirError(f"--run-dir {run_dir} cannot be made: {error.strerror}; name another directory.") from error
+    if not os.access(run_dir, os.W_OK):
+        raise RunDirError(f"--run-dir {run_dir} cannot be written; name another directory.")
+    return run_dir
+
+
+def _wandb_id(run_dir: Path) -> str:
+    """Return an id that stays with the run directory and that no other run has."""
+    path = run_dir / "wandb_id.txt"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12])
+    return path.read_text().strip()
+
+
+def _write_config(run_dir: Path, config: Config) -> None:
+    files.replace_text(run_dir / "config.yaml", yaml.safe_dump(config.to_dict(), sort_keys=False))

@@ -1,0 +1,329 @@
+"""The sections of a configuration that describe task, policy, logs and features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from apexrl.core.errors import ConfigError, did_you_mean
+from apexrl.core.metrics import MetricSpec, Reduce
+from apexrl.policies.networks.actor import DistributionName
+from apexrl.policies.vla.policy import FREEZABLE
+
+MAX_NUM_ENVS, MAX_WIDTH, MAX_SUITE_SIZE, MAX_VLA_SIZE = 2**24, 2**20, 4096, 2**14
+"""Beyond what any machine holds: a typing mistake, better refused than tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """What is trained on."""
+
+    id: str = "lift"
+    """A task that ships with the package or of another simulator (see ``apexrl list``), or a Gymnasium id."""
+    num_envs: int = 64
+    """Environments stepped together."""
+    num_workers: int = 0
+    """Processes that step Gymnasium environments; 0 steps them here, faster unless a step takes a millisecond."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the task itself."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Numbers of a Gymnasium environment's info to log, by name: how the steps of an episode become one number (sum,
+    mean, max, min or last), or a mapping with reduce, group and event (true: an episode without it counts 0)."""
+
+    @property
+    def metric_specs(self) -> list[MetricSpec]:
+        """What ``metrics`` declares."""
+        return [_metric_spec(name, how) for name, how in self.metrics.items()]
+
+    def __post_init__(self) -> None:
+        _ = self.metric_specs  # refuses what cannot be declared
+        if self.num_envs < 1:
+            raise ConfigError(f"task.num_envs must be at least 1, got {self.num_envs}.")
+        if self.num_envs > MAX_NUM_ENVS:
+            raise ConfigError(f"task.num_envs must be at most {MAX_NUM_ENVS}, got {self.num_envs}.")
+        if not 0 <= self.num_workers <= self.num_envs:
+            raise ConfigError(
+                f"task.num_workers must lie between 0 and task.num_envs ({self.num_envs}), got {self.num_workers}."
+            )
+        for name, value in self.kwargs.items():
+            if not _is_plain(value):
+                raise ConfigError(
+                    f"task.kwargs.{name} must be text, a number, a list or a mapping of these, got {value!r}; "
+                    "quote it to make it text."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteConfig:
+    """A suite of language-conditioned tasks to train on, for rloo and bc; chosen by ``task.benchmark_name``."""
+
+    benchmark_name: str = "mt10"
+    """mt10, mt50, metaworld, metaworld:TASK, or libero_spatial, libero_object, libero_goal, libero_10, libero_90."""
+    task_names_to_use: tuple[str, ...] | None = ()
+    """Tasks of the suite; empty or null for all."""
+    num_parallel_envs: int = 8
+    """Episodes that run side by side, with one inference for all."""
+    num_workers: int | None = None
+    """Processes that simulate; null for one a core, or one an episode where cameras draw; 0 simulates here."""
+    max_cached_envs: int | None = None
+    """Simulators that a process keeps, one a task; beyond that the least recently used one is closed; null for 64.
+    Where cameras draw, of all processes together, at least one for each episode that runs; null for 4."""
+    random_init: bool = False
+    """Start the episodes of training from random states (Meta-World) instead of the suite's fixed set, which papers
+    use; evaluation keeps its own."""
+    reuse_envs: bool = True
+    """Keep the simulators of training for the next batch; false creates those of every batch again."""
+    max_episode_length: int | None = None
+    """Control steps of an episode; null for the suite's own."""
+    chunk: int = 5
+    """Actions that the policy gives at once."""
+    cameras: tuple[str, ...] = ()
+    """Pictures that the policy sees, such as corner2 (Meta-World), or agentview and eye_in_hand (LIBERO)."""
+    image_size: int = 64
+    """Edge of the pictures."""
+    privileged: bool = True
+    """Let the state hold the places of objects and goal where the suite knows them; false: proprioception only."""
+    step_timeout: float = 120.0
+    """Seconds after which a simulator that does not answer is replaced and its episode discarded."""
+    demos: str = ""
+    """Directory of demonstrations that ``apexrl demos`` made, or one file, whose task alone is then imitated; for bc,
+    and for rloo with imitation_updates or imitation_coef."""
+    num_demos: int = 0
+    """Demonstrations of each task that a run records itself with the suite's scripted experts, into demos in the run
+    directory, where task.demos is empty; usually 1 to 50, more make imitation better; 0 records none."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "task_names_to_use", self.task_names_to_use or ())
+        for name in ("num_parallel_envs", "max_cached_envs", "chunk", "image_size"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MAX_SUITE_SIZE:
+                raise ConfigError(f"task.{name} must be at least 1 and at most {MAX_SUITE_SIZE}, got {value}.")
+        if self.max_episode_length is not None and self.max_episode_length < 1:
+            raise ConfigError(f"task.max_episode_length must be at least 1 or null, got {self.max_episode_length}.")
+        if self.num_workers is not None and not 0 <= self.num_workers <= self.num_parallel_envs:
+            raise ConfigError(
+                f"task.num_workers must be null or lie between 0 and task.num_parallel_envs "
+                f"({self.num_parallel_envs}), got {self.num_workers}."
+            )
+        if self.num_demos < 0:
+            raise ConfigError(f"task.num_demos must not be negative, got {self.num_demos}.")
+        if self.step_timeout <= 0:
+            raise ConfigError(f"task.step_timeout must be positive, got {self.step_timeout}.")
+
+    @property
+    def id(self) -> str:
+        """What is trained on, in a word."""
+        return self.benchmark_name
+
+    @property
+    def num_envs(self) -> int:
+        """Environments stepped together."""
+        return self.num_parallel_envs
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """The networks."""
+
+    kind: Literal["mlp", "gru", "roa"] = "mlp"
+    """mlp: separate actor and critic (pictures get convolutions); gru: with memory; roa: teacher and student."""
+    hidden_dims: tuple[int, ...] = (64, 64)
+    """Widths of the hidden layers; of those before the memory for gru."""
+    critic_hidden_dims: tuple[int, ...] | None = None
+    """Widths of the critic's hidden layers; null for the actor's. For gru only with critic_groups."""
+    memory_dim: int = 64
+    """Width of the memory; only for gru."""
+    activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = "tanh"
+    """Between the layers."""
+    actor_groups: tuple[str, ...] | None = None
+    """Observation groups that the actor sees; null for all but the privileged ones (priv, privileged, critic)."""
+    critic_groups: tuple[str, ...] | None = None
+    """Observation groups that the critic sees; null for all. For gru those beside the memory, null for none."""
+    distribution: DistributionName = "auto"
+    """auto, gaussian, squashed_gaussian (bounded by tanh) or categorical."""
+    init_std: float = 1.0
+    """Standard deviation at the start."""
+    min_std: float = 1e-3
+    """Lower bound of the standard deviation."""
+    max_std: float = 10.0
+    """Upper bound of the standard deviation."""
+    state_dependent_std: bool = False
+    """Let the standard deviation depend on the observation."""
+    gsde: bool = False
+    """Explore by a random function of the actor's last features (gSDE, Raffin et al. 2021) instead of noise at every
+    step; init_std, min_std and max_std are then of its weights, init_std usually 0.05 to 0.4. For mlp and gru."""
+    gsde_interval: int = 4
+    """Steps after which gSDE draws another function, usually 4 to 64; 0 draws one an episode."""
+    normalize_obs: bool = False
+    """Normalise observations by running statistics."""
+    history: int = 24
+    """Frames that the task stacks in its observation group policy; only for roa."""
+    history_kind: Literal["mlp", "conv", "gru"] = "mlp"
+    """How the adaptation module reads them; only for roa."""
+    latent_dim: int = 8
+    """Width of the privileged feature; only for roa."""
+    encoder_dims: tuple[int, ...] = (64,)
+    """Widths of the hidden layers of the privileged encoder; only for roa."""
+    adapt_dims: tuple[int, ...] = (128, 64)
+    """Widths of the hidden layers of the adaptation module; only for roa."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_dims", "critic_hidden_dims", "encoder_dims", "adapt_dims"):
+            if any(width < 1 for width in getattr(self, name) or ()):
+                raise ConfigError(f"policy.{name} must hold positive widths, got {list(getattr(self, name))}.")
+            if any(width > MAX_WIDTH for width in getattr(self, name) or ()):
+                raise ConfigError(
+                    f"policy.{name} must hold widths of at most {MAX_WIDTH}, got {list(getattr(self, name))}."
+                )
+        for name in ("actor_groups", "critic_groups"):
+            if getattr(self, name) == ():
+                raise ConfigError(f"policy.{name} must name at least one group or be null, got [].")
+        for name in ("memory_dim", "history", "latent_dim"):
+            if not 1 <= getattr(self, name) <= MAX_WIDTH:
+                raise ConfigError(
+                    f"policy.{name} must be at least 1 and at most {MAX_WIDTH}, got {getattr(self, name)}."
+                )
+        if not 0 < self.min_std <= self.init_std <= self.max_std:
+            raise ConfigError(
+                f"policy.init_std must lie between policy.min_std ({self.min_std}, above 0) and policy.max_std "
+                f"({self.max_std}), got {self.init_std}."
+            )
+        if self.gsde_interval < 0:
+            raise ConfigError(f"policy.gsde_interval must not be negative, got {self.gsde_interval}.")
+        if self.gsde and self.kind == "roa":
+            raise ConfigError("policy.gsde needs policy.kind mlp or gru, got roa.")
+        if self.kind == "gru" and self.critic_hidden_dims is not None and self.critic_groups is None:
+            raise ConfigError(
+                f"policy.critic_hidden_dims {list(self.critic_hidden_dims)} has no effect when policy.kind is gru and "
+                "policy.critic_groups is null: the critic is then a linear function of the memory. Name critic_groups."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLAConfig:
+    """A vision-language-action model, for rloo, bc and ppo, which adds a value head; chosen by ``policy.kind`` vla."""
+
+    kind: Literal["vla"] = "vla"
+    """vla: camera pictures, state and instruction in, a chunk of actions out."""
+    size: Literal["tiny", "small", "base", "large"] = "tiny"
+    """About 1, 15, 100 or 300 million parameters."""
+    width: int | None = None
+    """Of the prefix's transformer; null for that of the size."""
+    depth: int | None = None
+    """Layers; null for those of the size."""
+    heads: int | None = None
+    """Attention heads; null for those of the size."""
+    head: Literal["likelihood", "flow"] = "likelihood"
+    """likelihood: a distribution over chunks; flow: chunks are denoised by flow matching."""
+    distribution: Literal["gaussian", "laplace"] = "gaussian"
+    """Of chunks; only for likelihood."""
+    init_std: float = 0.6
+    """Scale of that distribution at the start, on normalised actions; only for likelihood."""
+    learn_std: bool = True
+    """Learn that scale, for each dimension of an action; only for likelihood."""
+    denoising_steps: int = 5
+    """Only for flow."""
+    noise: Literal["every_step", "last_step"] = "every_step"
+    """Where sampling adds noise, so that chunks have likelihoods; only for flow. What last_step explores is what
+    the likelihood is of: better for reinforcement learning from a few demonstrations, with few denoising_steps."""
+    noise_level: float = 0.5
+    """Size of that noise; with last_step its standard deviation, on normalised actions; only for flow."""
+    guidance: float = 1.0
+    """Classifier-free guidance at inference; 1 is the conditional field alone; only for flow."""
+    lora_rank: int = 0
+    """Train low-rank additions of this rank instead of the weights; 0 trains the weights."""
+    freeze: tuple[str, ...] = ()
+    """Parts that are not trained: any of vision, text, state, prefix, expert."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "depth", "heads"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MAX_VLA_SIZE:
+                raise ConfigError(f"policy.{name} must be null, or at least 1 and at most {MAX_VLA_SIZE}, got {value}.")
+        if not 0 <= self.lora_rank <= MAX_VLA_SIZE:
+            raise ConfigError(f"policy.lora_rank must be at least 0 and at most {MAX_VLA_SIZE}, got {self.lora_rank}.")
+        if not 0.01 <= self.init_std <= 2.0:
+            raise ConfigError(f"policy.init_std must lie between 0.01 and 2.0 for a vla, got {self.init_std}.")
+        if not 1 <= self.denoising_steps <= MAX_VLA_SIZE:
+            raise ConfigError(
+                f"policy.denoising_steps must be at least 1 and at most {MAX_VLA_SIZE}, got {self.denoising_steps}."
+            )
+        if self.noise_level <= 0:
+            raise ConfigError(f"policy.noise_level must be positive, got {self.noise_level}.")
+        if self.guidance < 0:
+            raise ConfigError(f"policy.guidance must not be negative, got {self.guidance}.")
+        for name in self.freeze:
+            if name not in FREEZABLE:
+                raise ConfigError(
+                    f"policy.freeze must hold names of {', '.join(FREEZABLE)}, got '{name}'."
+                    f"{did_you_mean(name, FREEZABLE)}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Where numbers go; metrics.jsonl is always written."""
+
+    log_interval: int = 1
+    """Iterations between logged ones; the first and the last are always logged."""
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Log to Weights & Biases."""
+    wandb_project: str = "apexrl"
+    """Weights & Biases project."""
+    reward_components: bool = True
+    """Log what the task declares besides success and failure."""
+    log_freq: int = 0
+    """Iterations between evaluations over all tasks of a suite; 0 leaves it to training.eval_interval."""
+
+    def __post_init__(self) -> None:
+        if self.log_interval < 1:
+            raise ConfigError(f"logging.log_interval must be at least 1, got {self.log_interval}.")
+        if self.log_freq < 0:
+            raise ConfigError(f"logging.log_freq must not be negative, got {self.log_freq}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeaturesConfig:
+    """Extras that can be switched."""
+
+    save_step_csv: bool = False
+    """Write one table of steps for each environment at every evaluation."""
+    save_video: bool = True
+    """Write a video of the trained policy at the end."""
+    save_plot: bool = True
+    """Draw the learning curve at the end."""
+    graphs: bool = True
+    """Capture rollout and update as CUDA graphs; without CUDA it does nothing."""
+    compile: bool = False
+    """Compile policy and loss: faster on long runs, after a first update that takes some ten seconds longer."""
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """Of matrix products: tf32 is for CUDA; bf16 also runs the networks of the update in bfloat16."""
+
+
+def _metric_spec(name: str, how: Any) -> MetricSpec:
+    """Return the metric that ``task.metrics`` declares under a name."""
+    values = how if isinstance(how, dict) else {"reduce": how}
+    kinds = {"reduce": str, "group": str, "event": bool}
+    for key, value in values.items():
+        if key not in kinds:
+            raise ConfigError(
+                f"task.metrics.{name} takes {', '.join(kinds)}, got '{key}'.{did_you_mean(str(key), kinds)}"
+            )
+        if not isinstance(value, kinds[key]):
+            wanted = {"reduce": f"one of {get_args(Reduce)}", "group": "a string", "event": "true or false"}[key]
+            raise ConfigError(f"task.metrics.{name}.{key} must be {wanted}, got {value!r}.")
+    try:
+        return MetricSpec(name, **values)
+    except ConfigError as error:
+        raise ConfigError(f"task.metrics.{name}: {error}") from error
+
+
+def _is_plain(value: Any) -> bool:
+    """Say whether YAML and checkpoints give a value back as it is."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

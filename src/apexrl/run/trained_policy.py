@@ -1,0 +1,109 @@
+"""Trained policies: what a checkpoint needs to run."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from apexrl.agent import checkpoint
+from apexrl.agent.recipe import in_python, read_recipe
+from apexrl.algorithms.base import find_device
+from apexrl.collectors import SuiteRunner
+from apexrl.collectors.demonstrations.record import Plans
+from apexrl.core.errors import CheckpointError, ConfigError, EnvError
+from apexrl.core.metrics import EpisodeMetrics
+from apexrl.envs import VecEnv
+from apexrl.envs.suites.base import TaskSuite
+from apexrl.policies import Policy
+from apexrl.run.build import load_content, make_policy, make_task, prepare_device
+from apexrl.run.config import Config, make_config
+from apexrl.run.sections import SuiteConfig
+from apexrl.run.suite import (
+    make_suite_env,
+)
+
+
+@dataclass(frozen=True)
+class TrainedPolicy:
+    """A policy from a checkpoint, with what is needed to run it."""
+
+    config: Config
+    policy: Policy
+    device: torch.device
+    checkpoint: Path
+    events: frozenset[str] = frozenset()
+    """Episode fields of the events that were reported in training; an evaluation counts 0 where they do not happen."""
+
+    def make_env(self, num_envs: int) -> VecEnv:
+        """Make environments of the task that it was trained on."""
+        return make_task(self.config, self.device, num_envs)
+
+    def plans(self, suite: TaskSuite, per_task: int, *, start: int = 0, num_workers: int = 1) -> Plans:
+        """Let the policy act from the training states of a suite, which may show others what it does not see.
+
+        Args:
+            suite: for whose ``record_demos`` the plans are.
+            per_task: successes wanted.
+            start: number of the training state to begin with.
+            num_workers: processes that simulate.
+
+        Raises:
+            ConfigError: when the policy is of no suite, or of one with other observations or actions.
+        """
+        task = self.config.task
+        if not isinstance(task, SuiteConfig):
+            raise ConfigError(f"{self.checkpoint} was trained on '{task.id}', which is no suite of tasks.")
+        num_envs = min(task.num_parallel_envs, num_workers) if task.cameras else task.num_parallel_envs
+        here = replace(
+            task,
+            benchmark_name=suite.name,
+            task_names_to_use=tuple(suite.task_names),
+            num_parallel_envs=num_envs,
+            num_workers=min(num_workers, num_envs),
+            max_cached_envs=None,
+            max_episode_length=suite.horizon,
+        )
+        env, known = make_suite_env(here, self.device), make_suite_env(task, self.device)
+        if (env.observation_space, env.action_space) != (known.observation_space, known.action_space):
+            raise ConfigError(
+                f"{self.checkpoint} was trained on '{task.id}' and cannot act on '{suite.name}', whose observations or "
+                "actions are others."
+            )
+        states = [suite.init_states(task_id, "train")[start:] for task_id in range(suite.num_tasks)]
+        with contextlib.closing(env):
+            found = SuiteRunner(env, self.policy).plans(states, per_task)
+        return [{start + number: plan for number, plan in plans.items()} for plans in found]
+
+
+def load_trained(source: Path) -> TrainedPolicy:
+    """Load the newest checkpoint of a run directory, or one checkpoint file."""
+    source, content = load_content(source)
+    recipe = None if content["config"] else read_recipe(content, source)
+    try:
+        config = make_config(content["config"] if recipe is None else recipe.config)
+    except ConfigError as error:
+        raise CheckpointError(f"{source} cannot be used: its 'config' does not fit: {error}") from error
+    try:
+        device = prepare_device(config)
+    except ConfigError:  # trained on a device that this machine does not have
+        device = find_device()
+    try:
+        env = make_task(config, device, 1)
+    except EnvError as error:
+        if recipe is None:
+            raise
+        raise CheckpointError(f"{source} cannot be used here: {error} Or {in_python(source)}") from error
+    if recipe is None:
+        policy = make_policy(config.policy, env, device, config.algo)
+    else:
+        policy = recipe.make_policy(env).to(device)
+    env.close()
+    checkpoint.load_module(policy, content["policy"], source)
+    policy.eval()
+    episodes = EpisodeMetrics()
+    if "episode_metrics" in content["collector"]:
+        episodes.load_state_dict(content["collector"]["episode_metrics"], torch.device("cpu"))
+    return TrainedPolicy(config, policy, device, source, frozenset(episodes.events()))
