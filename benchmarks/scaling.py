@@ -31,7 +31,7 @@ import torch
 from apexrl import PPO, ActorCritic, PPOConfig, make_env
 from apexrl.collectors import SyncCollector
 from apexrl.collectors.ray.collector import RayCollector
-from apexrl.collectors.ray.session import RaySession, join, pack, weights_of
+from apexrl.collectors.ray.session import RaySession, pack, side_by_side_arrays, weights_of
 from apexrl.collectors.sync import add_values
 from apexrl.core.metrics import EpisodeMetrics, fold_episodes
 from apexrl.core.types import EnvStep, Observation
@@ -216,7 +216,7 @@ class Inputs:
 
     def handle(self, num_workers: int) -> Any:
         """Do with rollouts what the learner does when they have come."""
-        batch = join([self.batch] * num_workers)
+        batch = side_by_side_arrays([self.batch] * num_workers)
         fold_episodes(batch, self.env.metric_specs, EpisodeMetrics())
         add_values(batch, self.policy)
         return batch

@@ -135,7 +135,7 @@ def continued(running: RunningEpisodes, env: VecEnv, policy: Policy) -> RunningE
 
 
 @contextmanager
-def left_alone(policy: Policy, seed: int) -> Iterator[None]:
+def evaluation_mode(policy: Policy, seed: int) -> Iterator[None]:
     """Put a policy into evaluation mode for a while, with random numbers of its own."""
     was_training = policy.training
     policy.eval()

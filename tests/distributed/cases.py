@@ -295,7 +295,7 @@ def own_noise() -> dict[str, Tensor]:
     algorithm = _make_ppo()
     trainer = Trainer(make_env("lift", 4), algorithm.policy, algorithm)
     # It follows from the noise and the standard deviation, which is the same everywhere.
-    drawn = distributed.gather(trainer.collector.collect(2)["sample_log_prob"])
+    drawn = distributed.all_gather_object(trainer.collector.collect(2)["sample_log_prob"])
     return {"apart": torch.tensor(not any(torch.allclose(a, b) for a, b in itertools.combinations(drawn, 2)))}
 
 
@@ -315,7 +315,7 @@ def collection() -> dict[str, Tensor]:
     """Merge numbers about the collecting: a count, a mean, and one that is not known to all."""
     rank, count = distributed.rank(), distributed.world_size()
     numbers = {"collect/groups": 8.0 / count, "collect/staleness": 1.0 + (rank - (count - 1) / 2) / 2}
-    if distributed.is_first():
+    if distributed.is_main_process():
         numbers["collect/overlap"] = 0.5
     return {name: torch.tensor(value) for name, value in merged_collection(numbers).items()}
 

@@ -42,25 +42,29 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
 
 def test_tensors_come_back_as_they_are() -> None:
     x, y = torch.tensor([1.0, 2.0]), torch.tensor(3.0)
-    assert distributed.mean(x, y, weight=2.0) == (x, y)
+    assert distributed.all_reduce_mean(x, y, weight=2.0) == (x, y)
     assert all(
         function(x) is x
-        for function in (distributed.whole, distributed.own_part, distributed.everywhere, distributed.anywhere)
+        for function in (distributed.all_gather, distributed.own_shard, distributed.all_ranks, distributed.any_rank)
     )
-    assert distributed.concatenated(x)[0] is x
+    assert distributed.all_gather_rows(x)[0] is x
     assert distributed.merged_moments(5, x, y) == (5, x, y)
 
 
 def test_the_only_process_writes_and_has_everything() -> None:
-    assert (distributed.world_size(), distributed.rank(), distributed.is_first()) == (1, 0, True)
-    assert (distributed.share(7, "task.num_envs"), distributed.total(7), distributed.most(7)) == (7, 7, 7)
-    assert distributed.gather("a") == distributed.gather_on_first("a") == ["a"]
-    assert distributed.on_first(lambda: 3) == 3
+    assert (distributed.world_size(), distributed.rank(), distributed.is_main_process()) == (1, 0, True)
+    assert (distributed.share(7, "task.num_envs"), distributed.all_reduce_sum(7), distributed.all_reduce_max(7)) == (
+        7,
+        7,
+        7,
+    )
+    assert distributed.all_gather_object("a") == distributed.gather_object("a") == ["a"]
+    assert distributed.on_main_process(lambda: 3) == 3
 
 
 def test_random_generators_are_left_alone() -> None:
     before = torch.get_rng_state()
-    distributed.seed_apart(4)
+    distributed.seed_per_rank(4)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -77,7 +81,7 @@ def test_an_impossible_timeout_is_refused(text: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(distributed.TIMEOUT_VARIABLE, text)
     with refused(ConfigError, distributed.TIMEOUT_VARIABLE, text):
-        distributed.join(torch.device("cpu"))
+        distributed.join_ranks(torch.device("cpu"))
 
 
 def test_a_lost_process_of_a_checkpoint_gets_no_random_state() -> None:

@@ -19,7 +19,7 @@ from apexrl.core.system import distributed
 def run(directory: Path) -> None:
     """Run every case and every command, and write down what came of it."""
     torch.set_num_threads(1)
-    distributed.join(torch.device("cpu"))
+    distributed.join_ranks(torch.device("cpu"))
     own = f"rank{distributed.rank()}"
     for name, case in CASES.items():
         try:

@@ -22,7 +22,7 @@ from apexrl.core.errors import ApexRLError
 from apexrl.experiments import jobs, plots, report
 from apexrl.run import config, loading
 from apexrl.run import directory as run
-from apexrl.run.config import CHOICES, SECTIONS, field_help
+from apexrl.run.config import CONFIG_SECTIONS, SECTION_CHOICES, field_help
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -250,9 +250,9 @@ def test_a_translation_has_the_code_the_commands_and_the_links_of_its_original(p
 def field_table() -> str:
     """The table of every configuration field, from its default and the sentence below it."""
     lines = ["| field | default | meaning |", "|---|---|---|"]
-    for section, cls in ((section, cls) for section, classes in SECTIONS.items() for cls in classes):
+    for section, cls in ((section, cls) for section, classes in CONFIG_SECTIONS.items() for cls in classes):
         texts, defaults = field_help(cls), cls()
-        which = f" ({CHOICES[cls].partition('--')[2]})" if len(SECTIONS[section]) > 1 else ""
+        which = f" ({SECTION_CHOICES[cls].partition('--')[2]})" if len(CONFIG_SECTIONS[section]) > 1 else ""
         for entry in fields(cls):
             value = getattr(defaults, entry.name)
             shown = "null" if value is None else str(list(value) if isinstance(value, tuple) else value)

@@ -16,7 +16,7 @@ from tests.torture.harness import Line, Outcome, Report, command, use_points
 
 from apexrl.cli.main import main
 from apexrl.core.errors import ConfigError
-from apexrl.run.config import SECTIONS, Config, section_class
+from apexrl.run.config import CONFIG_SECTIONS, Config, section_class
 from apexrl.run.loading import load_config, preset_names, read_source
 
 JUNK = (
@@ -80,7 +80,7 @@ def _parsed(text: str) -> Any:
 def _field_names(preset: str) -> list[str]:
     content = read_source(preset)
     names = []
-    for section in SECTIONS:
+    for section in CONFIG_SECTIONS:
         cls = section_class(section, content.get(section) or {})
         names += [f"{section}.{entry.name}" for entry in fields(cls)]
     return [*names, "task.kwargs.max_episode_steps", "task.kwargs.no_such_option"]
@@ -218,7 +218,7 @@ def _start(line: Line, example: Example, config: Config, words: list[str], run_d
         line.add("" if (run_dir / "checkpoints").exists() else f"{example}: nothing was saved")
     else:  # refused by the task or the policy
         problem = outcome.refusal(names=f"{example}: ")
-        if not problem and not any(f"{section}." in outcome.said for section in SECTIONS):
+        if not problem and not any(f"{section}." in outcome.said for section in CONFIG_SECTIONS):
             problem = f"{example}: the message names no field: {outcome.said[:600]}"
         line.add(problem or (f"{example}: something was written" if run_dir.exists() else ""))
         line.note = f"{int((line.note or '0').split()[0]) + 1} were refused by task or policy, with a message"

@@ -22,7 +22,7 @@ from apexrl.core.errors import ConfigError, EnvError
 from apexrl.core.metrics import MetricSpec
 from apexrl.policies.vla.policy import FREEZABLE
 from apexrl.run.build import make_task
-from apexrl.run.config import SECTIONS, Config, field_help, field_paths, make_config
+from apexrl.run.config import CONFIG_SECTIONS, Config, field_help, field_paths, make_config
 from apexrl.run.loading import load_config, parse_yaml, preset_names, preset_summary, read_source, with_overrides
 from apexrl.run.sections import PolicyConfig, TaskConfig, VLAConfig
 
@@ -344,7 +344,7 @@ def _unread(section: str, names: Iterable[str], reads: set[tuple[str, str]]) -> 
     return [name for name in names if not {(section, name), ("cfg", name), ("roa_cfg", name)} & reads]
 
 
-CLASSES = [(section, cls) for section, classes in SECTIONS.items() for cls in classes]
+CLASSES = [(section, cls) for section, classes in CONFIG_SECTIONS.items() for cls in classes]
 
 
 @pytest.mark.parametrize(("section", "cls"), CLASSES)

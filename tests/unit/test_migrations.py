@@ -30,7 +30,7 @@ from apexrl.core.system.migrations import (
 from apexrl.envs import make_env
 from apexrl.run import build
 from apexrl.run import directory as run
-from apexrl.run.config import SECTIONS, make_config
+from apexrl.run.config import CONFIG_SECTIONS, make_config
 from apexrl.run.loading import load_config, preset_names, read_config
 from apexrl.run.sections import PolicyConfig
 
@@ -142,7 +142,7 @@ def test_a_migrated_configuration_leaves_the_given_one_unchanged(monkeypatch: py
 
 def config_fields() -> set[str]:
     """Every field of every section."""
-    every = ((section, cls) for section, classes in SECTIONS.items() for cls in classes)
+    every = ((section, cls) for section, classes in CONFIG_SECTIONS.items() for cls in classes)
     return {f"{section}.{cls.__name__}.{entry.name}" for section, cls in every for entry in fields(cls)}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from apexrl import ActorCritic, evaluate, make_env
 from apexrl.agent import checkpoint
 from apexrl.agent.trainer import env_seed
-from apexrl.collectors.ray.collector import _Worker
+from apexrl.collectors.ray.collector import _Actor
 from apexrl.collectors.ray.session import weights_of
 from apexrl.core.system import distributed
 from apexrl.core.system.seeding import ENV, POLICY, spawn_seed, spawn_seeds
@@ -95,7 +95,7 @@ def test_an_evaluation_draws_actions_and_episodes_from_separate_streams() -> Non
 def test_a_ray_worker_draws_actions_and_episodes_from_separate_streams() -> None:
     policy = Recording.for_env(make_env("lift", 2))
     with checkpoint.kept_rng_state():
-        worker = _Worker(lambda: make_env("lift", 2), policy, None)
+        worker = _Actor(lambda: make_env("lift", 2), policy, None)
         worker.collect(1, 0, weights_of(policy), seed=5)
     assert isinstance(worker.policy, Recording)
     assert worker.policy.seeds == {spawn_seed(5, POLICY)}

@@ -193,7 +193,7 @@ class OnPolicyRunner(Trainer):
         """Train as ``Trainer.learn`` does; lines of this run after the current iteration leave the logs."""
         if total_timesteps is None or total_timesteps > 0:
             self._prepare_directories()
-            if self.run_dir is not None and distributed.is_first():
+            if self.run_dir is not None and distributed.is_main_process():
                 cut_json_lines(self.run_dir / "metrics.jsonl", self.iteration)
                 cut_json_lines(self.run_dir / "evaluations.jsonl", self.iteration, max_lines=self.num_evaluations)
         super().learn(total_timesteps)
@@ -222,13 +222,13 @@ class OnPolicyRunner(Trainer):
         if self._has_directories:
             return
         self._has_directories = True
-        name = distributed.on_first(lambda: _claim(self._directories(), self._continued_run))
+        name = distributed.on_main_process(lambda: _claim(self._directories(), self._continued_run))
         if name:
             self.run_dir = None if self.run_dir is None else self.run_dir / name
             self.save_dir = None if self.save_dir is None else self.save_dir / name
             places = ", ".join(dict.fromkeys(map(str, self._directories())))
             self.tell(f"The directory holds another run; this one writes to {places}.")
-        if self.run_dir is not None and distributed.is_first():
+        if self.run_dir is not None and distributed.is_main_process():
             purge_step = None if self._continued_run is None else self.total_steps + 1
             self.loggers[:0] = [
                 JsonlLogger(self.run_dir / "metrics.jsonl"),

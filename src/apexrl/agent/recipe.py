@@ -14,7 +14,7 @@ from typing import Any
 from apexrl.agent.schedule import TrainingConfig
 from apexrl.algorithms import ALGORITHMS, BaseAlgorithm
 from apexrl.core.errors import CheckpointError
-from apexrl.core.system.migrations import CONFIG_VERSION, VERSION
+from apexrl.core.system.migrations import CONFIG_VERSION, VERSION_KEY
 from apexrl.envs import VecEnv
 from apexrl.policies import Policy
 from apexrl.policies.networks import MLPActor, MLPCritic, QEnsemble
@@ -53,14 +53,14 @@ def write_recipe(env: VecEnv, algorithm: BaseAlgorithm, training: TrainingConfig
     task, cfg = env.made_from, getattr(algorithm, "cfg", None)
     is_own = OWN_CLASSES.get(type(algorithm).__name__) is type(algorithm)
     return {
-        VERSION: CONFIG_VERSION,
+        VERSION_KEY: CONFIG_VERSION,
         "env": type(getattr(env, "simulator", env)).__name__,
-        "task": None if task is None else {**_plain(task), "num_envs": env.num_envs},
-        "algorithm": _plain(type(algorithm)),
-        "algo": _plain(asdict(cfg)) if is_own and cfg is not None else {},
-        "training": _plain(asdict(training)),
-        "policy": _plain(type(algorithm.policy)),
-        "options": _plain(algorithm.policy.options),
+        "task": None if task is None else {**_by_name(task), "num_envs": env.num_envs},
+        "algorithm": _by_name(type(algorithm)),
+        "algo": _by_name(asdict(cfg)) if is_own and cfg is not None else {},
+        "training": _by_name(asdict(training)),
+        "policy": _by_name(type(algorithm.policy)),
+        "options": _by_name(algorithm.policy.options),
     }
 
 
@@ -86,11 +86,11 @@ def read_recipe(content: Mapping[str, Any], path: Path) -> Recipe:
             )
         if stored["options"] is None:
             raise CheckpointError(f"{path} has a policy that for_env did not create: {in_python(path)}")
-        algorithm = _restored(stored["algorithm"], "algorithm", path)
-        policy_class = _restored(stored["policy"], "policy", path)
+        algorithm = _by_class(stored["algorithm"], "algorithm", path)
+        policy_class = _by_class(stored["policy"], "policy", path)
         kinds = [kind for kind, policy in algorithm.policies.items() if policy is policy_class]
-        sections = {name: stored[name] for name in (VERSION, "task", "algo", "training")}
-        options = {str(name): _restored(value, str(name), path) for name, value in stored["options"].items()}
+        sections = {name: stored[name] for name in (VERSION_KEY, "task", "algo", "training")}
+        options = {str(name): _by_class(value, str(name), path) for name, value in stored["options"].items()}
         return Recipe({**sections, "policy": {"kind": kinds[0]}}, policy_class, options)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path} cannot be used: its '{RECIPE}' does not fit ({error!r}).") from error
@@ -104,12 +104,12 @@ def in_python(path: Path) -> str:
     )
 
 
-def _plain(value: Any) -> Any:
+def _by_name(value: Any) -> Any:
     """Replace tuples by lists, and whatever is not plain by the name of its class."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): _by_name(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [_by_name(inner) for inner in value]
     if value is None or type(value) in (bool, int, float, str):
         return value
     cls = value if isinstance(value, type) else type(value)
@@ -117,14 +117,14 @@ def _plain(value: Any) -> Any:
     return {CLASS: cls.__name__ if is_own else f"{cls.__module__}.{cls.__qualname__}"}
 
 
-def _restored(value: Any, name: str, path: Path) -> Any:
+def _by_class(value: Any, name: str, path: Path) -> Any:
     """Replace names by classes of this package."""
     if isinstance(value, list):
-        return [_restored(inner, name, path) for inner in value]
+        return [_by_class(inner, name, path) for inner in value]
     if not isinstance(value, Mapping):
         return value
     if set(value) != {CLASS}:
-        return {str(key): _restored(inner, f"{name}.{key}", path) for key, inner in value.items()}
+        return {str(key): _by_class(inner, f"{name}.{key}", path) for key, inner in value.items()}
     if value[CLASS] not in OWN_CLASSES:
         raise CheckpointError(
             f"{path} was saved with {name} '{value[CLASS]}', which is not of this package and is not imported for a "

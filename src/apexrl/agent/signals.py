@@ -11,7 +11,7 @@ from types import FrameType
 
 from apexrl.core.system import distributed
 
-PATIENCE = 1.5
+GRACE_SECONDS = 1.5
 """Seconds that SIGTERM leaves to the running iteration: who sends it kills soon after."""
 TORCHRUN_PATIENCE, TIME_TO_SAVE = 30.0, 10.0
 """Seconds after which torchrun kills the processes that it has sent a signal to, unless told otherwise; and how long
@@ -39,7 +39,7 @@ class StopRequest:
 
     def is_set_anywhere(self) -> bool:
         """Whether this process or one that learns with it was asked to stop; all of them stop at the same place."""
-        number = distributed.most(self.signal_number or int(self.asked))
+        number = distributed.all_reduce_max(self.signal_number or int(self.asked))
         if number > 1:  # below every signal that is handled
             self.signal_number = number
         self.asked = self.asked or number == 1
@@ -75,7 +75,7 @@ class StopRequest:
         elif number == signal.SIGTERM:
             # A thread cannot raise here, but a signal can, and it also ends the waiting for a worker.
             arguments = (threading.main_thread().ident, signal.SIGTERM)
-            self._timer = threading.Timer(PATIENCE, signal.pthread_kill, arguments)
+            self._timer = threading.Timer(GRACE_SECONDS, signal.pthread_kill, arguments)
         else:
             return
         self._timer.daemon = True
@@ -100,7 +100,7 @@ def stop_on_signal(save_in_time: Callable[[], None]) -> Iterator[StopRequest]:
         is_first = request.signal_number is None
         request.set(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if not is_first or not distributed.is_first():
+        if not is_first or not distributed.is_main_process():
             return
         # Not print: it fails when the signal comes in the middle of another print.
         more = b"; press Ctrl-C again to stop at once" if number == signal.SIGINT else b""

@@ -57,7 +57,7 @@ class ResumableTraining:
         self.policy, self.algorithm = policy, algorithm
         self.cfg = cfg
         self.collector = collector
-        self.loggers = list(loggers) if distributed.is_first() else []
+        self.loggers = list(loggers) if distributed.is_main_process() else []
         self.save_dir = Path(save_dir) if save_dir is not None else None
         self.config = dict(config or {})
         self._recipe = write_recipe(env, algorithm, cfg)
@@ -101,10 +101,10 @@ class ResumableTraining:
             content = self._content()
             own = {name: content[name] for name in checkpoint.OWN_KEYS}
             own["algorithm"] = {name: content["algorithm"][name] for name in self.algorithm.own_keys}
-            peers = distributed.gather_on_first(own if not distributed.is_first() else {})[1:]
+            peers = distributed.gather_object(own if not distributed.is_main_process() else {})[1:]
             if peers:
                 content[checkpoint.PEERS] = peers
-            distributed.on_first(lambda: checkpoint.save(path, content))
+            distributed.on_main_process(lambda: checkpoint.save(path, content))
         if content["env"] is None and content["collector"]:
             self.tell(
                 f"{type(self.env).__name__} cannot save its state: a resumed run will start new episodes there.",
@@ -158,7 +158,7 @@ class ResumableTraining:
             self.iteration, self.total_steps = content["iteration"], content["total_steps"]
             self.num_evaluations, self.optimizer_steps = content["num_evaluations"], content["optimizer_steps"]
             if content["rng"] is None:
-                distributed.seed_apart(self.cfg.seed, self.total_steps)
+                distributed.seed_per_rank(self.cfg.seed, self.total_steps)
             else:
                 checkpoint.set_rng_state(content["rng"])
         if path.parent == self.save_dir and path.name == checkpoint.checkpoint_name(self.iteration):
@@ -205,7 +205,7 @@ class ResumableTraining:
             self._scheduled.append(path)
         while self.cfg.keep_checkpoints and len(self._scheduled) > self.cfg.keep_checkpoints:
             old = self._scheduled.pop(0)
-            if distributed.is_first():
+            if distributed.is_main_process():
                 old.unlink(missing_ok=True)
 
     def adopt_checkpoints(self) -> None:
@@ -218,7 +218,7 @@ class ResumableTraining:
         self._snapshot = None
         expected = self._iteration_seconds[self._evaluates(self.iteration + 1)]
         too_dear = self._snapshot_seconds > SNAPSHOT_SHARE * expected
-        if self.save_dir is None or self._saved_iteration == self.iteration or not distributed.is_first():
+        if self.save_dir is None or self._saved_iteration == self.iteration or not distributed.is_main_process():
             return
         if expected < SLOW_ITERATION or too_dear:
             return
@@ -255,7 +255,9 @@ class ResumableTraining:
                 self._save_snapshot()
             elif distributed.world_size() == 1:
                 self._save_once()
-            elif distributed.is_first() and self.save_dir is not None and self._saved_iteration != self.iteration:
+            elif (
+                distributed.is_main_process() and self.save_dir is not None and self._saved_iteration != self.iteration
+            ):
                 self._save_alone(self.save_dir)
         except Exception as error:
             self.tell(f"No checkpoint could be saved at iteration {self.iteration}: {error} {self._last_good()}")
@@ -291,7 +293,7 @@ class ResumableTraining:
 
     def tell(self, text: str, once: bool = False) -> None:
         """Show a line to the user, on the console or else as a warning; with ``once`` only the first time."""
-        if (once and text in self._told) or not distributed.is_first():
+        if (once and text in self._told) or not distributed.is_main_process():
             return
         self._told.add(text)
         for logger in self.loggers:

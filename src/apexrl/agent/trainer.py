@@ -46,7 +46,7 @@ from apexrl.rollout import LOG
 NO_GRAPHS = Acceleration(graphs=False)
 
 
-def _make_collector(env: VecEnv, algorithm: BaseAlgorithm, seed: int) -> BaseCollector:
+def _default_collector(env: VecEnv, algorithm: BaseAlgorithm, seed: int) -> BaseCollector:
     policy = algorithm.rollout_policy
     if isinstance(algorithm, RLOO) and isinstance(env, SuiteVecEnv):
         return RolloutGenerator.from_config(SuiteRunner(env, policy), algorithm.cfg, seed=seed)
@@ -115,9 +115,9 @@ class Trainer(ResumableTraining):
         for each in (env, eval_env or env):
             policy.check_fits(each)
         cfg = cfg or TrainingConfig()
-        distributed.equalize(algorithm.initial_tensors())
-        distributed.seed_apart(cfg.seed)
-        collector = collector or _make_collector(env, algorithm, env_seed(cfg.seed))
+        distributed.broadcast_parameters(algorithm.initial_tensors())
+        distributed.seed_per_rank(cfg.seed)
+        collector = collector or _default_collector(env, algorithm, env_seed(cfg.seed))
         super().__init__(
             env, policy, algorithm, cfg, collector=collector, loggers=loggers, save_dir=save_dir, config=config
         )
@@ -233,8 +233,8 @@ class Trainer(ResumableTraining):
             batch = self.collector.collect_for_normalizer(self.algorithm.num_steps)
         # What is not finite stays out; the first update will name it.
         obs = batch[OBSERVATION][batch[VALID].squeeze(-1)] if VALID in batch else batch[OBSERVATION]
-        self.policy.update_normalizer(obs, apply=distributed.everywhere(_is_finite(obs)))
-        self.total_steps += distributed.total(self.collector.steps_in(batch))
+        self.policy.update_normalizer(obs, apply=distributed.all_ranks(_all_finite(obs)))
+        self.total_steps += distributed.all_reduce_sum(self.collector.steps_in(batch))
         self._between_steps = True
 
     def _iterate(self, target: int) -> None:
@@ -251,7 +251,7 @@ class Trainer(ResumableTraining):
         self._between_steps = True
         watch.mark("callbacks")
         if self.callbacks.wanted("post_rollout"):
-            fire("post_rollout", self, _known(merged_to_host(self._rollout_metrics(batch))))
+            fire("post_rollout", self, _without_unknown(merged_to_host(self._rollout_metrics(batch))))
         if self._is_first:
             self._is_first = False
             if notice := self.algorithm.notice(batch):
@@ -266,11 +266,11 @@ class Trainer(ResumableTraining):
         self.algorithm.raise_if_diverged({"nonfinite": host.pop("train/nonfinite", 0.0)}, batch)
         self.iteration += 1
         self._count_optimizer_steps(host.get("train/updates"))
-        num_steps = distributed.total(self.collector.steps_in(batch))
+        num_steps = distributed.all_reduce_sum(self.collector.steps_in(batch))
         self.total_steps += num_steps
         self._between_steps = True
         self.algorithm.adjust_learning_rate(self._progress(target))
-        stats = {"iteration": self.iteration, "total_steps": self.total_steps, **_known(host)}
+        stats = {"iteration": self.iteration, "total_steps": self.total_steps, **_without_unknown(host)}
         stats.update(_time_metrics(num_steps, watch.seconds()))
         fire("post_update", self, {k: v for k, v in stats.items() if k.startswith("train/")})
         self._record(stats, target)
@@ -286,7 +286,7 @@ class Trainer(ResumableTraining):
         evaluated = self._evaluates(self.iteration)
         self._between_steps = False  # a checkpoint from here would lack what is recorded here
         if evaluated:
-            stats.update(_known(self.evaluate(self.cfg.eval_episodes).logs()))
+            stats.update(_without_unknown(self.evaluate(self.cfg.eval_episodes).logs()))
         self._unlogged = stats
         is_first_or_last = self.iteration == 1 or self._progress(target) >= 1.0
         if evaluated or is_first_or_last or self.iteration % self.log_interval == 0:
@@ -338,9 +338,11 @@ class Trainer(ResumableTraining):
         self._prepare_directories()
         # Making environments draws random numbers, and their simulators may: training must not notice.
         with self.collector.quiet(), checkpoint.kept_rng_state():
-            events = set().union(*distributed.gather(self.collector.episode_metrics.events()))
-            result = distributed.on_first(lambda: self._run_evaluation(n_episodes, deterministic, events, on_progress))
-        if self.run_dir is not None and distributed.is_first():
+            events = set().union(*distributed.all_gather_object(self.collector.episode_metrics.events()))
+            result = distributed.on_main_process(
+                lambda: self._run_evaluation(n_episodes, deterministic, events, on_progress)
+            )
+        if self.run_dir is not None and distributed.is_main_process():
             record = {"iteration": self.iteration, "step": self.total_steps, **result.record()}
             append_json_line(self.run_dir / "evaluations.jsonl", record)
             if result.step_rows is not None:
@@ -387,7 +389,7 @@ class Trainer(ResumableTraining):
             self.run_lock.release()
 
 
-def _is_finite(obs: Observation) -> Tensor:
+def _all_finite(obs: Observation) -> Tensor:
     return torch.stack([leaf.isfinite().all() for leaf in leaves(obs).values()]).all()
 
 
@@ -395,7 +397,7 @@ def _count_known(values: Tensor) -> Tensor:
     return (~values.isnan()).sum()
 
 
-def _known(values: Mapping[str, float]) -> dict[str, float]:
+def _without_unknown(values: Mapping[str, float]) -> dict[str, float]:
     """Leave out what is not known in this iteration, such as the return when no episode ended."""
     return {name: value for name, value in values.items() if not math.isnan(value)}
 

@@ -142,7 +142,7 @@ class BaseAlgorithm(ABC):
         """
         if metrics.get("nonfinite", 0.0) > 0:
             # What is not finite in one process is soon so in all: the nearest to the cause reports.
-            _, report = min(distributed.gather(self._report(batch)), key=lambda found: found[0])
+            _, report = min(distributed.all_gather_object(self._report(batch)), key=lambda found: found[0])
             raise DivergenceError(report)
 
     def _report(self, batch: TensorDict) -> tuple[int, str]:
@@ -199,7 +199,7 @@ def find_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-class Progress:
+class UpdateStats:
     """How far an update is, on the device: whether it was stopped, and sums over the minibatches that took a step."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
@@ -227,7 +227,7 @@ class Progress:
 
         Several processes step together, by the mean of their gradients with the sums of these weights; so is the loss.
         """
-        loss, gradient = distributed.mean(loss.detach(), gradient, weight=weight)
+        loss, gradient = distributed.all_reduce_mean(loss.detach(), gradient, weight=weight)
         norm: Tensor = gradient.norm()
         self.nonfinite.copy_(torch.max(self.nonfinite, ~(loss + norm).isfinite()))
         optimizer.step(gradient, norm, self.nonfinite)

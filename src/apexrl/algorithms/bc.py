@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.algorithms.base import BaseAlgorithm, Progress, check_types
+from apexrl.algorithms.base import BaseAlgorithm, UpdateStats, check_types
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.core.errors import ConfigError
 from apexrl.core.observations import leaves
@@ -88,7 +88,7 @@ class BCConfig:
             raise ConfigError("policy.kind 'gru' cannot be trained by algo.name 'bc'; use vla or mlp.")
 
 
-METRICS = ("loss", "grad_norm")
+BC_METRICS = ("loss", "grad_norm")
 
 
 def imitation_loss(policy: Policy, batch: Mapping[str, Any]) -> Tensor:
@@ -167,7 +167,7 @@ class BC(BaseAlgorithm):
             if not name.startswith("critic.") and (cfg.learn_std or not name.endswith("log_std"))
         ]
         self.optimizer = FlatAdam(trained, cfg.learning_rate, cfg.adam_eps, cfg.max_grad_norm)
-        self._progress = Progress(METRICS, policy.device)
+        self._progress = UpdateStats(BC_METRICS, policy.device)
 
     def fit(
         self,

@@ -11,7 +11,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, BaseAlgorithm, Progress, check_source, check_types, find_device
+from apexrl.algorithms.base import (
+    MAX_BEHAVIOUR_WEIGHT,
+    BaseAlgorithm,
+    UpdateStats,
+    check_source,
+    check_types,
+    find_device,
+)
 from apexrl.algorithms.minibatches import bounds
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.core.errors import ConfigError
@@ -135,7 +142,7 @@ where the update computes in bfloat16, and in rollouts of older weights."""
 BEHAVIOUR_WEIGHT = "behaviour_weight"
 """Of a sample that older weights collected: how much likelier the policy at the start of the update takes its action
 than those did, at most ``MAX_BEHAVIOUR_WEIGHT``."""
-METRICS = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_frac", "grad_norm")
+PPO_METRICS = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_frac", "grad_norm")
 
 
 class _Evaluator(nn.Module):
@@ -245,7 +252,7 @@ class PPO(BaseAlgorithm):
         self._captured_advantage = self._captured("The advantage", self._compute_advantage)
         self._run_log_prob = Compiled(self._log_prob, enabled=self.acceleration.compile, device=device)
         self._captured_anchor = self._captured("The start of the update", self._anchor)
-        self._progress = Progress(METRICS, device)
+        self._progress = UpdateStats(PPO_METRICS, device)
         self._batch = TensorDict({}, batch_size=[0, 0])
         self._data: dict[str, Any] = {}
 
@@ -286,7 +293,7 @@ class PPO(BaseAlgorithm):
             **progress.means(),
             "learning_rate": self.optimizer.learning_rate.clone(),
             "explained_variance": explained_variance(
-                distributed.whole(self._batch[VALUE]), distributed.whole(self._batch[RETURN])
+                distributed.all_gather(self._batch[VALUE]), distributed.all_gather(self._batch[RETURN])
             ),
             "updates": progress.sums[-1].clone(),
             "skipped": progress.stop.clone(),
@@ -407,9 +414,9 @@ class PPO(BaseAlgorithm):
     def _step(self, minibatch: Mapping[str, Any]) -> None:
         """Take one optimizer step, unless the update was stopped before or this step is not finite."""
         progress = self._progress
-        loss, metrics, gradient = distributed.mean(*self._gradient(minibatch))
+        loss, metrics, gradient = distributed.all_reduce_mean(*self._gradient(minibatch))
         with torch.no_grad():
-            gradient_norm, kl = gradient.norm(), metrics[METRICS.index("approx_kl")]
+            gradient_norm, kl = gradient.norm(), metrics[PPO_METRICS.index("approx_kl")]
             if adaptive := self.cfg.schedule == "adaptive":
                 # Before the first step nothing has moved, and after the stop nothing moves: neither tells of the rate.
                 ignored = (progress.sums[-1] == 0) | (progress.stop > 0)
@@ -466,4 +473,4 @@ class PPO(BaseAlgorithm):
 
 def _normalize(advantage: Tensor) -> Tensor:
     """Bring advantages to mean 0 and standard deviation 1 over all that learn together."""
-    return distributed.own_part(normalize(distributed.whole(advantage)))
+    return distributed.own_shard(normalize(distributed.all_gather(advantage)))

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.algorithms.base import Progress
+from apexrl.algorithms.base import UpdateStats
 from apexrl.algorithms.minibatches import bounds
 from apexrl.algorithms.optimizer import FlatAdam, flatten
 from apexrl.algorithms.ppo import PPO, PPOConfig
@@ -165,7 +165,7 @@ class PPOROA(PPO):
         self._average = flatten(policy.adapt_ema.parameters())
         self._run_adapt_step = Compiled(self._adapt_step, enabled=self.acceleration.compile, device=policy.device)
         self._captured_adapt_epoch = self._captured("The adaptation", self._adapt_epoch)
-        self._adapt_progress = Progress(("adapt_loss", *self._student_steps), policy.device)
+        self._adapt_progress = UpdateStats(("adapt_loss", *self._student_steps), policy.device)
         self._penalty_weight = torch.zeros((), device=policy.device)
 
     def _explore_as_the_teacher(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, BaseAlgorithm, Progress, check_types
+from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, BaseAlgorithm, UpdateStats, check_types
 from apexrl.algorithms.bc import imitation_error
 from apexrl.algorithms.collapse import CollapseGuard
 from apexrl.algorithms.minibatches import bounds
@@ -160,7 +160,7 @@ class RLOOConfig:
             raise ConfigError("policy.kind 'gru' cannot be trained by algo.name 'rloo'; use vla or mlp.")
 
 
-METRICS = (
+RLOO_METRICS = (
     "loss", "policy_loss", "entropy_loss", "approx_kl", "clip_frac", "start_kl", "imitation_loss", "grad_norm"
 )  # fmt: skip
 
@@ -237,7 +237,7 @@ class RLOO(BaseAlgorithm):
                     "the flow, and wider again in every iteration; set policy.noise to every_step."
                 )
             self._flow = PI0_CFG_Adapter(policy)
-        self._progress = Progress(METRICS, policy.device)
+        self._progress = UpdateStats(RLOO_METRICS, policy.device)
         self._rate = cfg.learning_rate
         """Where the schedule stands; warm-up multiplies it."""
         self._num_steps = torch.zeros((), device=policy.device)
@@ -272,7 +272,9 @@ class RLOO(BaseAlgorithm):
         progress.restart()
         returns, advantage = self._episodes(rollout)
         counts = advantage != 0
-        success, mixed = distributed.mean(self._success(rollout, returns), counts.float().mean(), weight=len(counts))
+        success, mixed = distributed.all_reduce_mean(
+            self._success(rollout, returns), counts.float().mean(), weight=len(counts)
+        )
         # The one read of an update, besides the numbers of valid chunks and of those that were cut.
         success_rate, has_signal = torch.stack((success, (mixed > 0).to(success.dtype))).tolist()
         collapsed = self.guard is not None and self.guard.check(success_rate)
@@ -303,12 +305,12 @@ class RLOO(BaseAlgorithm):
         if cfg.baseline == "group":
             advantage = leave_one_out(returns, group)
         else:
-            everyone, own = distributed.concatenated(returns)
+            everyone, own = distributed.all_gather_rows(returns)
             advantage = leave_one_out(everyone, torch.zeros_like(everyone, dtype=group.dtype))[own]
         if cfg.normalize_advantage == "group":
             advantage = advantage / (group_std(returns, group) + 1e-6)
         elif cfg.normalize_advantage == "batch":
-            everyone, own = distributed.concatenated(advantage)
+            everyone, own = distributed.all_gather_rows(advantage)
             if len(everyone) > 1:
                 advantage = advantage / (everyone.std() + 1e-6)
         return returns, advantage
@@ -368,7 +370,7 @@ class RLOO(BaseAlgorithm):
         """Run the epochs over flat samples ``[B]``."""
         cfg, count = self.cfg, samples.shape[0]
         wanted = cfg.num_minibatches if cfg.minibatch_size is None else math.ceil(count / cfg.minibatch_size)
-        num_parts = distributed.most(min(wanted, count))
+        num_parts = distributed.all_reduce_max(min(wanted, count))
         self.policy.train()
         for _ in range(cfg.num_epochs):
             order = torch.randperm(count, device=samples[ADVANTAGE].device)
@@ -381,11 +383,11 @@ class RLOO(BaseAlgorithm):
         progress = self._progress
         warm = ((self._num_steps + 1.0) / max(1, self.cfg.warmup_steps)).clamp(max=1.0)
         self.optimizer.learning_rate.copy_(self._rate * warm)
-        metrics, gradient = distributed.mean(*self._gradient(samples, rows), weight=len(rows))
+        metrics, gradient = distributed.all_reduce_mean(*self._gradient(samples, rows), weight=len(rows))
         with torch.no_grad():
             norm = gradient.norm()
             if self.cfg.target_kl is not None:
-                kl = metrics[METRICS.index("approx_kl")]
+                kl = metrics[RLOO_METRICS.index("approx_kl")]
                 progress.stop.copy_(torch.max(progress.stop, kl > 1.5 * self.cfg.target_kl))
             progress.nonfinite.copy_(torch.max(progress.nonfinite, ~(metrics[0] + norm).isfinite()))
             skip = torch.max(progress.stop, progress.nonfinite)
@@ -397,7 +399,7 @@ class RLOO(BaseAlgorithm):
         """Return metrics and flat gradient of the mean loss over some rows, a micro-batch at a time."""
         metrics, gradient = [], torch.zeros_like(self.optimizer.flat)
         if not len(rows):  # this process has fewer samples than others have minibatches
-            return torch.zeros(len(METRICS) - 1, device=gradient.device), gradient
+            return torch.zeros(len(RLOO_METRICS) - 1, device=gradient.device), gradient
         imitation = torch.zeros(1, device=gradient.device)
         if self.cfg.imitation_coef:
             loss = self._imitation_loss()

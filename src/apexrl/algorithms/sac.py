@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.algorithms.base import BaseAlgorithm, Progress, check_source, check_types, find_device
+from apexrl.algorithms.base import BaseAlgorithm, UpdateStats, check_source, check_types, find_device
 from apexrl.algorithms.optimizer import FlatAdam, flatten
 from apexrl.algorithms.replay import ReplayBuffer
 from apexrl.core.errors import ConfigError
@@ -24,7 +24,7 @@ from apexrl.core.types import ACTION, NEXT_OBSERVATION, OBSERVATION, REWARD
 from apexrl.envs import as_vec_env
 from apexrl.policies import Policy, SACPolicy
 from apexrl.policies.networks import MLPActor, QEnsemble
-from apexrl.rollout import left_alone
+from apexrl.rollout import evaluation_mode
 
 MAX_CAPACITY = 10**12
 """Beyond what any machine holds: a typing mistake."""
@@ -208,8 +208,8 @@ class SAC(BaseAlgorithm):
             for with_actor in (True, False)
         }
         self._run_step = Compiled(self._step, enabled=self.acceleration.compile, device=here)
-        self._progress = Progress(CRITIC_METRICS, here)
-        self._actor_progress = Progress(ACTOR_METRICS, here)
+        self._progress = UpdateStats(CRITIC_METRICS, here)
+        self._actor_progress = UpdateStats(ACTOR_METRICS, here)
         self._due = 0.0
         """Gradient steps that the environment steps so far have earned and that were not taken yet."""
         self._num_updates = 0
@@ -249,7 +249,7 @@ class SAC(BaseAlgorithm):
         progress.restart()
         actor_progress.restart()
         # Noticed now, not when it happens to be drawn: the report can still name what is not finite.
-        progress.nonfinite.copy_(distributed.anywhere(_is_nonfinite(rollout)))
+        progress.nonfinite.copy_(distributed.any_rank(_is_nonfinite(rollout)))
         if len(self.replay) >= max(self.cfg.learning_starts, 1):
             self.policy.acts_uniformly.fill_(False)
             self._due += self.cfg.utd_ratio * rollout.numel() * distributed.world_size()
@@ -274,7 +274,7 @@ class SAC(BaseAlgorithm):
     @torch.no_grad()
     def _critic_loss_now(self) -> Tensor:
         """Return the loss of the critics on a batch, for an update without a gradient step; uses no random numbers."""
-        with left_alone(self.policy, seed=0):
+        with evaluation_mode(self.policy, seed=0):
             batch = self.replay.sample(self.cfg.batch_size, n_step=self.cfg.n_step, gamma=self.cfg.gamma)
             batch = {name: value.to(self.policy.device) for name, value in batch.items()}
             target = self._target(batch, self.log_temperature.exp())
@@ -321,7 +321,7 @@ class SAC(BaseAlgorithm):
         nonfinite = self._progress.nonfinite
         with torch.no_grad():
             if self.cfg.learn_temperature:
-                (gradient,) = distributed.mean(temperature_gradient(log_prob, self.target_entropy))
+                (gradient,) = distributed.all_reduce_mean(temperature_gradient(log_prob, self.target_entropy))
                 self.optimizers["temperature"].step(gradient, gradient.norm(), nonfinite)
             metrics = torch.stack((loss, temperature.squeeze(0), -log_prob.mean(), norm))
             self._actor_progress.add(metrics, taken=nonfinite == 0)
@@ -406,7 +406,7 @@ class SAC(BaseAlgorithm):
                 for captured in self._captured.values():
                     captured.forget()
             self.replay.load_state_dict(state["replay"])
-        elif self._num_updates and not len(self.replay) and distributed.is_first():
+        elif self._num_updates and not len(self.replay) and distributed.is_main_process():
             why = (
                 "The checkpoint holds no replay buffer (algo.save_replay is false)"
                 if state["replay"] is not None

@@ -100,10 +100,10 @@ def _compare(options: argparse.Namespace, _: Overrides) -> int:
 
     if options.output is not None:
         check_output(options.output)
-    a, b = _evaluated(options)
+    a, b = _both_results(options)
     comparison = compare(a.result, b.result)
     print(f"A: {a.name}\nB: {b.name}")
-    _show(comparison)
+    _show_comparison(comparison)
     if options.output is not None:
         content = {
             "version": 1,
@@ -120,7 +120,7 @@ def _compare(options: argparse.Namespace, _: Overrides) -> int:
     return 0
 
 
-def _evaluated(options: argparse.Namespace) -> tuple[Results, Results]:
+def _both_results(options: argparse.Namespace) -> tuple[Results, Results]:
     """Return the results of A and B on one manifest, from their files or new."""
     from apexrl.evaluation.manifest import Manifest
     from apexrl.experiments.results import Results, read_results
@@ -164,7 +164,7 @@ def _new_results(trained: TrainedPolicy, manifest: Manifest | None, options: arg
     return Results(str(trained.checkpoint), manifest.task, manifest.hash, hashed(trained.checkpoint), result)
 
 
-def _show(comparison: Comparison) -> None:
+def _show_comparison(comparison: Comparison) -> None:
     print(f"{'':28} {'A':>9} {'B':>9} {'B - A':>9}   95 % interval, exact test")
     for name, label in _LABELS.items():
         if name in comparison.fields:

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; problems that the user can mend give one message and exit code 2."""
     try:
         with _plain_warnings():
-            return _run(list(sys.argv[1:] if arguments is None else arguments))
+            return _run_command(list(sys.argv[1:] if arguments is None else arguments))
     except ApexRLError as error:
         return _end(str(error))
     except BrokenPipeError:
@@ -81,7 +81,7 @@ def _end(message: str) -> int:
     return 2
 
 
-def _run(words: list[str]) -> int:
+def _run_command(words: list[str]) -> int:
     parser, commands = _parser()
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise ConfigError(

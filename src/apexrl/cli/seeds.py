@@ -77,7 +77,7 @@ def _train_all(stored: SeedRuns, num_jobs: int) -> int:
                 return None
             training = {**stored.config["training"], "seed": entry.seed}
             config = {**stored.config, "training": training}
-            job = Job(config, stored.run_dir(entry), _changes(config, stored.run_dir(entry)))
+            job = Job(config, stored.run_dir(entry), _changed_fields(config, stored.run_dir(entry)))
             jobs[job.run_dir] = entry
             return job
 
@@ -100,10 +100,10 @@ def _train_all(stored: SeedRuns, num_jobs: int) -> int:
         left = _listed([entry.seed for entry in stored.with_state("waiting")])
         print(f"\nStopped; not finished: seeds {left}. Go on with: apexrl train --resume {stored.directory}")
         return 128 + stopped
-    return _show(stored)
+    return _show_seeds(stored)
 
 
-def _changes(config: Mapping[str, Any], run_dir: Path) -> tuple[tuple[str, str], ...]:
+def _changed_fields(config: Mapping[str, Any], run_dir: Path) -> tuple[tuple[str, str], ...]:
     """Return what a seed that was begun must change to follow the configuration that all seeds have now."""
     from apexrl.experiments.sweep_file import as_text
     from apexrl.run.directory import resumed_config
@@ -120,7 +120,7 @@ def _changes(config: Mapping[str, Any], run_dir: Path) -> tuple[tuple[str, str],
     )
 
 
-def _show(stored: SeedRuns) -> int:
+def _show_seeds(stored: SeedRuns) -> int:
     """Print the table and the aggregate, and draw the curves."""
     from apexrl.experiments.plots import plot_runs
     from apexrl.experiments.seeds import FILE

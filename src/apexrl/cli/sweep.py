@@ -29,9 +29,9 @@ def register(command: AddCommand) -> None:
 
 
 def _trials(text: str) -> int:
-    from apexrl.experiments.sweep_file import COUNTS
+    from apexrl.experiments.sweep_file import MAX_COUNTS
 
-    return whole_number(text, 1, COUNTS["trials"])
+    return whole_number(text, 1, MAX_COUNTS["trials"])
 
 
 def _sweep(options: argparse.Namespace, _: Overrides) -> int:
@@ -118,11 +118,11 @@ def _show_trials(results: Mapping[str, Any]) -> None:
         reverse=results["direction"] == "maximize",
     )
     for trial in complete[:NUM_SHOWN]:
-        params = "  ".join(f"{name} {_short(value)}" for name, value in trial["params"].items())
+        params = "  ".join(f"{name} {_four_digits(value)}" for name, value in trial["params"].items())
         print(f"  trial {trial['number']:<5} {trial['value']:<10.4g} {params}")
     counts = {state: sum(trial["state"] == state for trial in trials) for state in ("complete", "pruned", "fail")}
     print(f"{counts['complete']} trials finished, {counts['pruned']} pruned, {counts['fail']} failed")
 
 
-def _short(value: Any) -> str:
+def _four_digits(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

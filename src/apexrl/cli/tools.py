@@ -21,8 +21,8 @@ def register(command: AddCommand) -> None:
 
 def _list(_: argparse.Namespace, __: Overrides) -> int:
     from apexrl.algorithms import ALGORITHMS
-    from apexrl.envs.mujoco.env import TASKS as MUJOCO_TASKS
-    from apexrl.envs.mujoco.tasks import TASKS as GYMNASIUM_TASKS
+    from apexrl.envs.mujoco.env import MUJOCO_TASKS as MUJOCO_TASKS
+    from apexrl.envs.mujoco.tasks import GYMNASIUM_TASKS as GYMNASIUM_TASKS
     from apexrl.envs.registry import SIMULATORS
     from apexrl.envs.suites import SUITES
     from apexrl.envs.tasks import TASKS

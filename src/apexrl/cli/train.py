@@ -123,7 +123,7 @@ def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:
     if episodes:
         with progress("Evaluating", episodes) as tell:
             result = trainer.evaluate(episodes, on_progress=tell)
-    if not distributed.is_first():
+    if not distributed.is_main_process():
         return
     if episodes:
         print(f"Evaluation: {result.summary()}")
@@ -149,18 +149,18 @@ def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:
 def _field_list() -> str:
     from dataclasses import fields
 
-    from apexrl.run.config import CHOICES, SECTIONS, field_help
+    from apexrl.run.config import CONFIG_SECTIONS, SECTION_CHOICES, field_help
 
     lines = ["", "configuration (--section.key value):"]
-    for section, cls in ((section, cls) for section, classes in SECTIONS.items() for cls in classes):
+    for section, cls in ((section, cls) for section, classes in CONFIG_SECTIONS.items() for cls in classes):
         texts, defaults = field_help(cls), cls()
-        if len(SECTIONS[section]) > 1:
-            lines.append(f"{CHOICES[cls]}:")
+        if len(CONFIG_SECTIONS[section]) > 1:
+            lines.append(f"{SECTION_CHOICES[cls]}:")
         for entry in fields(cls):
-            default = _show(getattr(defaults, entry.name))
+            default = _default_text(getattr(defaults, entry.name))
             lines.append(f"  --{section}.{entry.name}  [{default}]  {texts[entry.name]}")
     return "\n".join(lines) + "\n"
 
 
-def _show(value: Any) -> str:
+def _default_text(value: Any) -> str:
     return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)

@@ -18,7 +18,7 @@ from apexrl.core.types import ACTION, GROUP, METRIC, NEXT_OBSERVATION, OBSERVATI
 from apexrl.envs.suites.base import InitState, Split, TaskSuite, own_split
 from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.policies.base import Policy
-from apexrl.rollout import LOG, initial_state, left_alone, make_actor, rollout
+from apexrl.rollout import LOG, evaluation_mode, initial_state, make_actor, rollout
 
 SUCCESS, CONTROL_STEPS, EPISODE_ID, LOST = "success", "control_steps", "episode_id", "lost"
 """Metrics of a ``SuiteVecEnv``."""
@@ -181,7 +181,7 @@ class SuiteRunner:
             for task_id in range(self.suite.num_tasks)
             for state in self._init_states(task_id, split, episodes_per_task, seed)
         ]
-        with left_alone(self.policy, seed):
+        with evaluation_mode(self.policy, seed):
             batch = self.run_episodes(episodes, keep=(), deterministic=deterministic, env=env)
         finished = fold_episodes(batch, self.env.metric_specs, EpisodeMetrics())
         # Of every column the first episode, which is the only one.
@@ -221,7 +221,7 @@ class SuiteRunner:
             if not numbers:
                 return found
             episodes = [InitState(task_id, states[task_id][number]) for task_id, number in numbers]
-            with left_alone(self.policy, seed):
+            with evaluation_mode(self.policy, seed):
                 batch = self.run_episodes(episodes, keep=(ACTION,), deterministic=True)
             chunks = batch[ACTION].float().unflatten(-1, (self.env.chunk, -1)).cpu().numpy()
             taken = batch[METRIC, CONTROL_STEPS].squeeze(-1).long().cpu().numpy()

@@ -35,7 +35,7 @@ from apexrl.policies.base import Policy
 
 BOOKKEEPING = ("task_id", EPISODE_ID, LOST)
 """Metrics of the environments that say nothing about how good an episode was."""
-COUNTS = (
+LOGGED_COUNTS = (
     "groups_valid", "groups_dropped", "states_skipped", "episodes", "lost_episodes", "attempts", "control_steps",
     "envs_created", "envs_reused",
 )  # fmt: skip
@@ -310,7 +310,7 @@ class RolloutGenerator(BaseCollector):
         """
         return {
             "collect/groups_wanted": float(self.num_envs),
-            **{f"collect/{name}": float(self._counts[name]) for name in COUNTS},
+            **{f"collect/{name}": float(self._counts[name]) for name in LOGGED_COUNTS},
             "collect/control_steps_per_second": self._counts["control_steps"] / max(self._seconds, 1e-9),
             "collect/seconds_creating_envs": self._seconds_creating,
         }

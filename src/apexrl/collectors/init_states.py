@@ -130,21 +130,21 @@ def endless(loader: Iterable[Any], num_tasks: int) -> Iterator[InitSample]:
     while True:
         num_samples = 0
         for item in loader:
-            for sample in _samples(item, num_tasks):
+            for sample in _init_samples(item, num_tasks):
                 num_samples += 1
                 yield sample
         if not num_samples:
             raise ConfigError("init_state_dataloader gives no samples.")
 
 
-def _samples(item: Any, num_tasks: int) -> Iterator[InitSample]:
+def _init_samples(item: Any, num_tasks: int) -> Iterator[InitSample]:
     if isinstance(item, Mapping):
         task_ids, states = item["task_id"], item["init_state"]
         if np.ndim(task_ids) == 0:
             task_ids, states = [task_ids], [states]
     elif not isinstance(item, np.ndarray | torch.Tensor):
         for part in item:
-            yield from _samples(part, num_tasks)
+            yield from _init_samples(part, num_tasks)
         return
     elif num_tasks > 1:
         raise ConfigError(
@@ -231,7 +231,7 @@ class RolloutStats:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to ``state_dict``, whatever the file says; the next ``write`` replaces it."""
-        self._states = {name: _checked(entry) for name, entry in state.items()}
+        self._states = {name: _checked_entry(entry) for name, entry in state.items()}
 
 
 def read_statistics(path: Path) -> dict[str, dict[str, Any]]:
@@ -241,7 +241,7 @@ def read_statistics(path: Path) -> dict[str, dict[str, Any]]:
         ConfigError: when it holds anything else.
     """
     try:
-        return {name: _checked(entry) for name, entry in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {name: _checked_entry(entry) for name, entry in json.loads(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"algo.rollout_stats_path {path} holds no rollout statistics ({type(error).__name__}: {error}). "
@@ -249,7 +249,7 @@ def read_statistics(path: Path) -> dict[str, dict[str, Any]]:
         ) from error
 
 
-def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _checked_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     outcomes = [int(outcome) for outcome in entry["outcomes"]]
     if not set(outcomes) <= {0, 1}:
         raise ValueError(f"an outcome is 0 or 1, got {outcomes}")

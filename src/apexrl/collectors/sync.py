@@ -201,7 +201,7 @@ class SyncCollector(BaseCollector):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the carry and the episode statistics."""
-        carry = {name: _plain(value) for name, value in (self.carry or {}).items()}
+        carry = {name: _cloned(value) for name, value in (self.carry or {}).items()}
         return {"carry": carry, "episode_metrics": self.episode_metrics.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -209,7 +209,7 @@ class SyncCollector(BaseCollector):
         device, num_envs = self.env.device, self.env.num_envs
         self.episode_metrics.load_state_dict(state["episode_metrics"], device)
         if state["carry"]:
-            self.carry = {name: _restored(value, num_envs, device) for name, value in state["carry"].items()}
+            self.carry = {name: _on_device(value, num_envs, device) for name, value in state["carry"].items()}
         else:
             self.forget()
 
@@ -220,11 +220,11 @@ def add_values(batch: TensorDict, policy: Policy) -> None:
     batch[VALUE], batch[NEXT_VALUE] = policy.values(batch)
 
 
-def _plain(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else {k: _plain(v) for k, v in value.items()}
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else {k: _cloned(v) for k, v in value.items()}
 
 
-def _restored(value: Any, num_envs: int, device: torch.device) -> Any:
+def _on_device(value: Any, num_envs: int, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
-    return TensorDict({k: _restored(v, num_envs, device) for k, v in value.items()}, batch_size=[num_envs])
+    return TensorDict({k: _on_device(v, num_envs, device) for k, v in value.items()}, batch_size=[num_envs])

@@ -402,7 +402,7 @@ def merged_to_host(values: Mapping[str, Tensor | Weighted]) -> dict[str, float]:
         return to_host(means)
     weights = {f"{name} weight": value.weight() for name, value in values.items() if isinstance(value, Weighted)}
     flagged = [name for name, value in values.items() if isinstance(value, Weighted) and value.event]
-    everyone = distributed.gather((to_host({**means, **weights}), flagged))
+    everyone = distributed.all_gather_object((to_host({**means, **weights}), flagged))
     events = {name: 0.0 for host, names in everyone for name in names if not math.isnan(host[name])}
     sums: dict[str, float] = {}
     totals: dict[str, float] = {}
@@ -430,7 +430,7 @@ def merged_collection(values: Mapping[str, float]) -> dict[str, float]:
     A name that one process alone knows is no problem.
     """
     found: dict[str, list[float]] = {}
-    for host in distributed.gather(dict(values)):
+    for host in distributed.all_gather_object(dict(values)):
         for name, value in host.items():
             found.setdefault(name, []).append(value)
     return {name: sum(each) / (len(each) if name in AVERAGED else 1) for name, each in found.items()}

@@ -50,7 +50,7 @@ def inputs_and_outputs(policy: Policy, paths: Sequence[str], env: VecEnv, step: 
     spaces, tensors = leaf_spaces(env.observation_space), leaves(step[OBSERVATION])
     inputs = [
         {
-            **_layout(path, tensors[path]),
+            **_tensor_entry(path, tensors[path]),
             "group": path.split(".")[0],
             "meaning": _meaning(path, spaces[path], policy, env),
             "normalizer": _normalizer(path, policy),
@@ -59,18 +59,21 @@ def inputs_and_outputs(policy: Policy, paths: Sequence[str], env: VecEnv, step: 
     ]
     states = policy.initial_memory(1)
     inputs += [
-        {**_layout(name, state), "meaning": f"memory: zeros when an episode starts, then next_{name} of the last call"}
+        {
+            **_tensor_entry(name, state),
+            "meaning": f"memory: zeros when an episode starts, then next_{name} of the last call",
+        }
         for name, state in states.items()
     ]
-    outputs = [{**_layout(ACTION, step[ACTION]), **action_entry(env.action_space)}]
+    outputs = [{**_tensor_entry(ACTION, step[ACTION]), **action_entry(env.action_space)}]
     outputs += [
-        {**_layout(f"next_{name}", state), "meaning": f"give it to {name} at the next call"}
+        {**_tensor_entry(f"next_{name}", state), "meaning": f"give it to {name} at the next call"}
         for name, state in states.items()
     ]
     return {"inputs": inputs, "outputs": outputs}
 
 
-def _layout(name: str, tensor: Tensor) -> dict[str, Any]:
+def _tensor_entry(name: str, tensor: Tensor) -> dict[str, Any]:
     return {"name": name, "shape": ["batch", *tensor.shape[1:]], "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 

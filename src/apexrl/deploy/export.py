@@ -168,7 +168,7 @@ def write_policy(
             "out, or a student (algo.name ppo_roa)."
         )
     with _staging(directory) as staging:
-        difference = {name: _write(model, batch, name, staging / FILES[name]) for name in formats}
+        difference = {name: _write_format(model, batch, name, staging / FILES[name]) for name in formats}
         card = {
             "format": FORMAT,
             "apexrl": apexrl.__version__,
@@ -192,7 +192,7 @@ def write_policy(
     return Exported(directory, card)
 
 
-def _write(model: DeployedPolicy, batch: TensorDict, name: str, path: Path) -> float:
+def _write_format(model: DeployedPolicy, batch: TensorDict, name: str, path: Path) -> float:
     """Write one format and try it; returns the largest difference."""
     num_envs = batch.shape[1]
     inputs = [*_observations(model, batch[0]), *model.policy.initial_memory(num_envs).values()]

@@ -16,7 +16,7 @@ from apexrl.envs.adapters.lab import make_isaaclab, make_mjlab
 from apexrl.envs.adapters.maniskill import make_maniskill
 from apexrl.envs.adapters.rsl import is_rsl_env, wrapper_of
 from apexrl.envs.base import VecEnv
-from apexrl.envs.mujoco.env import TASKS as MUJOCO_TASKS
+from apexrl.envs.mujoco.env import MUJOCO_TASKS as MUJOCO_TASKS
 from apexrl.envs.mujoco.env import MujocoVecEnv
 
 SIMULATORS: dict[str, Callable[..., VecEnv]] = {

@@ -88,10 +88,10 @@ class Comparison:
             "level": LEVEL / len(self.judged),
             "difference_is_real": bool(self.real),
             "verdict": self.verdict(),
-            **{name: _plain(entry) for name, entry in self.fields.items()},
+            **{name: _difference_record(entry) for name, entry in self.fields.items()},
         }
         if self.per_task:
-            plain["per_task"] = {name: _plain(entry) for name, entry in self.per_task.items()}
+            plain["per_task"] = {name: _difference_record(entry) for name, entry in self.per_task.items()}
         return plain
 
 
@@ -154,6 +154,6 @@ def _rate_difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> Differen
     )
 
 
-def _plain(entry: Difference) -> dict[str, Any]:
+def _difference_record(entry: Difference) -> dict[str, Any]:
     values = {name: value for name, value in asdict(entry).items() if value is not None}
     return {**values, "interval": None if math.isnan(entry.interval[0]) else list(entry.interval)}

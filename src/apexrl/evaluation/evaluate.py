@@ -21,7 +21,7 @@ from apexrl.envs.suites.base import InitState
 from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.evaluation.step_csv import extend_rows
 from apexrl.policies.base import Policy
-from apexrl.rollout import left_alone, make_actor, new_episodes, rollout
+from apexrl.rollout import evaluation_mode, make_actor, new_episodes, rollout
 
 __all__ = [
     "EvaluationResult",
@@ -72,9 +72,9 @@ def evaluate(
     quota[: num_episodes % env.num_envs] += 1
     rows: StepRows | None = {index: [] for index in range(env.num_envs)} if record_steps else None
     counted = _Counted(quota, rows, counts_first=env.can_reset)
-    with left_alone(policy, spawn_seed(seed, POLICY)):
+    with evaluation_mode(policy, spawn_seed(seed, POLICY)):
         actor = make_actor(policy, env.device, deterministic=deterministic)
-        _run(env, actor, policy, env.reset(seed=spawn_seed(seed, ENV)), counted, max_steps, on_progress)
+        _run_group(env, actor, policy, env.reset(seed=spawn_seed(seed, ENV)), counted, max_steps, on_progress)
     episodes = _with_events(counted.episodes(), counted.events, events)
     del episodes[_ENV], episodes[_CUT]
     return without_lost(episodes, env.task_names, counted.rows)
@@ -118,14 +118,14 @@ def evaluate_starts(
     parts: list[dict[str, NDArray[np.float64]]] = []
     found: set[str] = set()
     try:
-        with left_alone(policy, spawn_seed(0, POLICY)):
+        with evaluation_mode(policy, spawn_seed(0, POLICY)):
             actor = make_actor(policy, env.device, deterministic=True)
             for first in range(0, len(starts), runner.num_envs):
                 group = starts[first : first + runner.num_envs]
                 counted = _Counted(np.arange(runner.num_envs) < len(group))
                 tell = None if on_progress is None else _counting_on(on_progress, first)
                 obs = _begin(runner, group)
-                _run(runner, _one_by_one(actor, _streams(runner, group)), policy, obs, counted, max_steps, tell)
+                _run_group(runner, _one_by_one(actor, _streams(runner, group)), policy, obs, counted, max_steps, tell)
                 episodes = counted.episodes()
                 found |= counted.events
                 # A suite chooses which of its environments begins with which episode.
@@ -136,7 +136,7 @@ def evaluate_starts(
     finally:
         if own is not None:
             own.close()
-    joined = _with_events(_join(parts), found, events)
+    joined = _with_events(_join_columns(parts), found, events)
     joined[TRUNCATED] = joined.pop(_CUT)
     del joined[_ENV]
     return without_lost(joined, env.task_names)
@@ -233,7 +233,7 @@ class _Counted:
             env_rows[:] = env_rows[first : first + int(self._steps[index])]
             for step, row in enumerate(env_rows):
                 row["step"] = step
-        return _join(self._parts)
+        return _join_columns(self._parts)
 
     def _first_step(self, env_rows: list[dict[str, float]]) -> int:
         """Return the first step of the first episode that counts."""
@@ -242,7 +242,7 @@ class _Counted:
         return next((step + 1 for step, row in enumerate(env_rows) if row[DONE]), len(env_rows))
 
 
-def _run(
+def _run_group(
     env: VecEnv,
     actor: Actor,
     policy: Policy,
@@ -272,7 +272,7 @@ def _run(
             on_progress(int(counted.taken.sum()))
 
 
-def _join(parts: Sequence[dict[str, NDArray[np.float64]]]) -> dict[str, NDArray[np.float64]]:
+def _join_columns(parts: Sequence[dict[str, NDArray[np.float64]]]) -> dict[str, NDArray[np.float64]]:
     """Join columns; NaN where a part has none."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {

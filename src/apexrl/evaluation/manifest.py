@@ -19,8 +19,8 @@ from apexrl.envs.base import VecEnv
 from apexrl.envs.suites.base import InitState, Split
 from apexrl.envs.suites.env import SuiteVecEnv
 
-VERSION = 1
-MAX_SEED = 2**32
+MANIFEST_VERSION = 1
+MAX_EPISODE_SEED = 2**32
 
 
 class SeedEpisode(NamedTuple):
@@ -55,7 +55,7 @@ class Manifest:
     def to_dict(self) -> dict[str, Any]:
         """Return what the file holds."""
         return {
-            "version": VERSION,
+            "version": MANIFEST_VERSION,
             "task": self.task,
             "options": dict(self.options),
             "episodes": [episode._asdict() for episode in self.episodes],
@@ -82,9 +82,11 @@ class Manifest:
         version = raw.get("version")
         if not isinstance(version, int) or raw.keys() != {"version", "task", "options", "episodes"}:
             raise ConfigError(f"{path} is not a manifest; 'apexrl manifest TASK --output FILE' writes one.")
-        if version != VERSION:
-            fix = "Update apexrl." if version > VERSION else "Write a new one with 'apexrl manifest'."
-            raise ConfigError(f"{path} is a manifest of version {version}; this one reads version {VERSION}. {fix}")
+        if version != MANIFEST_VERSION:
+            fix = "Update apexrl." if version > MANIFEST_VERSION else "Write a new one with 'apexrl manifest'."
+            raise ConfigError(
+                f"{path} is a manifest of version {version}; this one reads version {MANIFEST_VERSION}. {fix}"
+            )
         if not isinstance(raw["task"], str) or not isinstance(raw["options"], dict):
             raise ConfigError(f"{path}: 'task' must be text and 'options' a mapping.")
         if not isinstance(raw["episodes"], list) or not raw["episodes"]:
@@ -174,8 +176,8 @@ def _episode(kind: Any, entry: Any, where: str) -> Any:
         if isinstance(value, bool) or not isinstance(value, wanted):
             kind_of = "a whole number" if wanted is int else "text"
             raise ConfigError(f"{where}: '{name}' must be {kind_of}, got {value!r}.")
-        if wanted is int and not 0 <= value < MAX_SEED:
-            raise ConfigError(f"{where}: '{name}' must lie in [0, {MAX_SEED}), got {value}.")
+        if wanted is int and not 0 <= value < MAX_EPISODE_SEED:
+            raise ConfigError(f"{where}: '{name}' must lie in [0, {MAX_EPISODE_SEED}), got {value}.")
     return kind(**entry)
 
 

@@ -11,7 +11,7 @@ from apexrl.core.errors import RunDirError
 from apexrl.core.types import OBSERVATION, Carry
 from apexrl.envs.base import VecEnv
 from apexrl.policies.base import Policy
-from apexrl.rollout import initial_state, left_alone, make_actor, rollout
+from apexrl.rollout import evaluation_mode, initial_state, make_actor, rollout
 
 
 def record_video(
@@ -39,7 +39,7 @@ def record_video(
         raise RunDirError(f"{path} cannot be written: {error.strerror}. Name another place.") from error
     writer: Any
     with (
-        left_alone(policy, seed),
+        evaluation_mode(policy, seed),
         imageio.get_writer(temporary, fps=fps or env.video_fps, macro_block_size=2) as writer,
     ):
 

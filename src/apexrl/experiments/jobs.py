@@ -216,7 +216,7 @@ def _work(job: Job, connection: Connection) -> None:
         os.dup2(log.fileno(), number)
     outcome: tuple[Kind, dict[str, Any]]
     try:
-        outcome = "done", _train(job, _PipeLogger(connection))
+        outcome = "done", _train_job(job, _PipeLogger(connection))
     except (KeyboardInterrupt, SystemExit):
         outcome = "stopped", {}
     except ApexRLError as error:
@@ -228,7 +228,7 @@ def _work(job: Job, connection: Connection) -> None:
         connection.send(outcome)
 
 
-def _train(job: Job, logger: _PipeLogger) -> dict[str, Any]:
+def _train_job(job: Job, logger: _PipeLogger) -> dict[str, Any]:
     """Train and evaluate; returns the record of the last evaluation, and every number that was logged last."""
     if (job.run_dir / "config.yaml").is_file():
         _await_old_owner(job.run_dir)

@@ -66,7 +66,7 @@ class _Run:
             stored = seeds.read(directory)
             begun = [stored.run_dir(run) for run in stored.runs if run.state != "failed"]
             directories = [entry for entry in begun if entry.is_dir()]
-        self.logs = [_read(entry, tell) for entry in directories]
+        self.logs = [_read_log(entry, tell) for entry in directories]
 
     def has(self, panel: tuple[str, str, str]) -> bool:
         """Whether it has anything for a panel."""
@@ -178,7 +178,7 @@ def _save(figure: Any, path: Path) -> Path:
     return path
 
 
-def _read(run: Path, tell: Callable[[str], None]) -> Log:
+def _read_log(run: Path, tell: Callable[[str], None]) -> Log:
     if not any((run / name).is_file() for name in ("metrics.jsonl", "config.yaml")):
         raise RunDirError(f"{run} is not a run directory: it has neither config.yaml nor metrics.jsonl.")
     notes: list[str] = []

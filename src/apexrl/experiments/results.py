@@ -22,7 +22,7 @@ from apexrl.run.config import Config
 from apexrl.run.sections import SuiteConfig, TaskConfig
 from apexrl.run.trained_policy import TrainedPolicy
 
-VERSION = 1
+RESULTS_VERSION = 1
 _ROW_FIELDS = {"return": "return", "episode_len": "length", "success_once": "success_once"}
 _ROW_FIELDS |= {"success_at_end": "success_at_end", "fail_once": "fail_once"}
 """Fields of every episode, and what a row calls them; the others are metrics of the task."""
@@ -84,7 +84,7 @@ def evaluate_trained(
     env = pinned.make_env(group_size(len(manifest.episodes), num_envs))
     try:
         if pinned.config != trained.config:
-            _check_spaces(trained, env, manifest)
+            _check_same_spaces(trained, env, manifest)
         starts = manifest.starts(env)
         policy = trained.policy.to(device)
         return evaluate_starts(env, policy, starts, events=trained.events, on_progress=on_progress)
@@ -92,7 +92,7 @@ def evaluate_trained(
         env.close()
 
 
-def _check_spaces(trained: TrainedPolicy, env: Any, manifest: Manifest) -> None:
+def _check_same_spaces(trained: TrainedPolicy, env: Any, manifest: Manifest) -> None:
     own = trained.make_env(1)
     spaces = [(one.observation_space, one.action_space) for one in (own, env)]
     own.close()
@@ -116,7 +116,7 @@ def results_record(
         **how: further facts about the run, such as the number of environments; none changes a number on a CPU.
     """
     return {
-        "version": VERSION,
+        "version": RESULTS_VERSION,
         "task": manifest.task,
         "options": dict(manifest.options),
         "manifest_hash": manifest.hash,
@@ -124,7 +124,7 @@ def results_record(
         "command": command,
         "run": {**how, "threads": torch.get_num_threads()},
         **provenance(),
-        "summary": _plain(result.record()),
+        "summary": _without_nan(result.record()),
         "episodes": episode_rows(manifest, result),
     }
 
@@ -139,10 +139,10 @@ def episode_rows(manifest: Manifest, result: EvaluationResult) -> list[dict[str,
     for i, index in enumerate(columns["episode_id"]):
         row = rows[int(index)]
         del row["lost"]
-        row |= {shown: _plain(columns[name][i]) for name, shown in _ROW_FIELDS.items() if name in columns}
+        row |= {shown: _without_nan(columns[name][i]) for name, shown in _ROW_FIELDS.items() if name in columns}
         row["length"] = int(row["length"])
         row["truncated"] = columns[TRUNCATED][i] > 0
-        row["metrics"] = {name: _plain(values[i]) for name, values in columns.items() if name not in hidden}
+        row["metrics"] = {name: _without_nan(values[i]) for name, values in columns.items() if name not in hidden}
     return rows
 
 
@@ -154,9 +154,13 @@ def read_results(path: Path) -> Results:
     """
     raw = read_json(path, "file of results")
     rows, checkpoint = raw.get("episodes"), dict_or_empty(raw.get("checkpoint"))
-    if raw.get("version") != VERSION or not isinstance(raw.get("manifest_hash"), str) or not isinstance(rows, list):
+    if (
+        raw.get("version") != RESULTS_VERSION
+        or not isinstance(raw.get("manifest_hash"), str)
+        or not isinstance(rows, list)
+    ):
         raise ConfigError(
-            f"{path} is not a file of results of version {VERSION}; "
+            f"{path} is not a file of results of version {RESULTS_VERSION}; "
             "'apexrl eval RUN_DIR --manifest FILE --output FILE' writes one."
         )
     try:
@@ -193,10 +197,10 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _plain(value: Any) -> Any:
+def _without_nan(value: Any) -> Any:
     """Replace numbers that JSON does not have by None."""
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _without_nan(inner) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(inner) for inner in value]
+        return [_without_nan(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

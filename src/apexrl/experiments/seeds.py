@@ -18,9 +18,9 @@ from apexrl.core.system import files
 from apexrl.run.records import Log
 
 FILE = "seeds.json"
-VERSION = 1
-MAX_SEED, MAX_SEEDS = 2**31, 1000
-FIELDS = ("return", "success_rate")
+SEEDS_VERSION = 1
+MAX_RUN_SEED, MAX_SEEDS = 2**31, 1000
+SUMMARY_FIELDS = ("return", "success_rate")
 """Of an evaluation's record, that are aggregated where every seed has them."""
 
 
@@ -61,7 +61,7 @@ class SeedRuns:
         with warnings.catch_warnings(action="ignore", category=FewSamplesWarning):  # others are still training
             aggregate = self.aggregate()
         content = {
-            "version": VERSION,
+            "version": SEEDS_VERSION,
             "aggregate": aggregate,
             "runs": [asdict(run) for run in self.runs],
             "config": self.config,
@@ -73,7 +73,7 @@ class SeedRuns:
         results = [run.result for run in self.with_state("done")]
         return {
             name: summary(_by_task(results, name), is_rate=name == "success_rate")
-            for name in FIELDS
+            for name in SUMMARY_FIELDS
             if results and all(name in result for result in results)
         }
 
@@ -89,27 +89,27 @@ def read(directory: Path) -> SeedRuns:
         raise RunDirError(f"{directory} holds no {FILE}: name a directory that 'apexrl train --seeds' made.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["version"] > VERSION:
+        if content["version"] > SEEDS_VERSION:
             raise RunDirError(
-                f"{path} is of version {content['version']}; this apexrl reads up to {VERSION}. Update apexrl."
+                f"{path} is of version {content['version']}; this apexrl reads up to {SEEDS_VERSION}. Update apexrl."
             )
         if not isinstance(content["config"], dict):
             raise TypeError("'config' must be a mapping")
-        return SeedRuns(directory, content["config"], [_checked(SeedRun(**entry)) for entry in content["runs"]])
+        return SeedRuns(directory, content["config"], [_checked_run(SeedRun(**entry)) for entry in content["runs"]])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunDirError(f"{path} is damaged ({type(error).__name__}: {error}); start the seeds again.") from error
     except OSError as error:
         raise RunDirError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def _checked(run: SeedRun) -> SeedRun:
+def _checked_run(run: SeedRun) -> SeedRun:
     """Return a run as it was read.
 
     Raises:
         ValueError: when it cannot have been written by a run.
     """
-    if type(run.seed) is not int or not 0 <= run.seed <= MAX_SEED:
-        raise ValueError(f"'seed' must be a whole number from 0 to {MAX_SEED}")
+    if type(run.seed) is not int or not 0 <= run.seed <= MAX_RUN_SEED:
+        raise ValueError(f"'seed' must be a whole number from 0 to {MAX_RUN_SEED}")
     if run.state not in get_args(State):
         raise ValueError(f"'state' of seed {run.seed} must be one of {', '.join(get_args(State))}")
     if run.state == "done":
@@ -133,8 +133,8 @@ def parse_seeds(text: str, first: int) -> list[int]:
         numbers = list(range(first, first + numbers[0]))
     if len(set(numbers)) < len(numbers):
         raise ConfigError(f"--seeds must name each seed once, got '{text}'.")
-    if max(numbers) > MAX_SEED:
-        raise ConfigError(f"--seeds must be at most {MAX_SEED}, got {max(numbers)}.")
+    if max(numbers) > MAX_RUN_SEED:
+        raise ConfigError(f"--seeds must be at most {MAX_RUN_SEED}, got {max(numbers)}.")
     return numbers
 
 

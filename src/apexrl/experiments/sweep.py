@@ -153,7 +153,10 @@ class Sweep:
         return True
 
     def _finish_seed(self, trial: Trial, seed: int, result: Mapping[str, Any]) -> None:
-        known = {**{name: value for name, value in result["logged"].items() if "/" in name}, **_evaluated(result)}
+        known = {
+            **{name: value for name, value in result["logged"].items() if "/" in name},
+            **_evaluation_numbers(result),
+        }
         value = _objective(self.file.objective, known)
         if value is None:  # no other trial will have it
             raise ConfigError(
@@ -272,7 +275,7 @@ def _objective(name: str, logged: Mapping[str, Any]) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _evaluated(record: Mapping[str, Any]) -> dict[str, Any]:
+def _evaluation_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of an evaluation's record."""
     return {name: value for name, value in record.items() if isinstance(value, float)}
 

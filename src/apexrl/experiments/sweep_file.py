@@ -12,17 +12,17 @@ from typing import Any, Literal
 import yaml
 
 from apexrl.core.errors import ConfigError, did_you_mean
-from apexrl.run.config import SECTIONS, Config, as_number, field_paths
+from apexrl.run.config import CONFIG_SECTIONS, Config, as_number, field_paths
 from apexrl.run.loading import overridden, parse_yaml, preset_dir, read_source
 
-VERSION = 1
-CHOICES = {
+SWEEP_VERSION = 1
+SWEEP_CHOICES = {
     "direction": ("maximize", "minimize"),
     "pruning": ("none", "median", "halving"),
     "sampler": ("tpe", "random"),
 }
 """Fields with a few possible values."""
-COUNTS = {"trials": 100_000, "seeds": 100}
+MAX_COUNTS = {"trials": 100_000, "seeds": 100}
 """Fields that count, and their largest value."""
 DEFAULTS: dict[str, Any] = {
     "trials": 20,
@@ -79,7 +79,7 @@ class SweepFile:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, which ``sweep_from`` reads."""
-        return {"version": VERSION, **self.given, "base": self.base}
+        return {"version": SWEEP_VERSION, **self.given, "base": self.base}
 
 
 def read_sweep(path: Path) -> SweepFile:
@@ -104,10 +104,10 @@ def read_sweep(path: Path) -> SweepFile:
 def sweep_from(raw: Mapping[str, Any], where: str) -> SweepFile:
     """Make a sweep from plain values: those of a file, or those that a sweep's directory keeps."""
     if "base" in raw:  # as a sweep's directory keeps it
-        version = raw.get("version", VERSION)
-        if not isinstance(version, int) or version > VERSION:
+        version = raw.get("version", SWEEP_VERSION)
+        if not isinstance(version, int) or version > SWEEP_VERSION:
             raise ConfigError(
-                f"{where}: version is {version!r}; this apexrl reads sweeps up to {VERSION}. Update apexrl."
+                f"{where}: version is {version!r}; this apexrl reads sweeps up to {SWEEP_VERSION}. Update apexrl."
             )
         kept = {name: value for name, value in raw.items() if name not in ("base", "version")}
         base, given = raw["base"], {**DEFAULTS, **kept}
@@ -166,13 +166,13 @@ def _mapping(given: Mapping[str, Any], name: str, problems: list[str]) -> dict[s
 
 def _scalar_problems(given: Mapping[str, Any]) -> list[str]:
     problems = []
-    for name, allowed in CHOICES.items():
+    for name, allowed in SWEEP_CHOICES.items():
         if given[name] not in allowed:
             problems.append(
                 f"{name} must be one of {', '.join(allowed)}, got {given[name]!r}."
                 f"{did_you_mean(str(given[name]), allowed)}"
             )
-    for name, most in (*COUNTS.items(), ("seed", 2**31)):
+    for name, most in (*MAX_COUNTS.items(), ("seed", 2**31)):
         value, least = given[name], 0 if name == "seed" else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             problems.append(f"{name} must be a whole number from {least} to {most}, got {value!r}.")
@@ -207,10 +207,10 @@ def _dimension(name: str, entry: Any, problems: list[str]) -> Dimension | None:
             problems.append(f"space.{name}.choices must be a list of two or more values, got {choices!r}.")
             return None
         return Dimension(name, tuple(choices))
-    return _interval(name, entry, kind, problems)
+    return _range(name, entry, kind, problems)
 
 
-def _interval(name: str, entry: Mapping[str, Any], kind: str, problems: list[str]) -> Dimension | None:
+def _range(name: str, entry: Mapping[str, Any], kind: str, problems: list[str]) -> Dimension | None:
     low, high, log = as_number(entry["low"]), as_number(entry["high"]), entry.get("log", False)
     for end, value in (("low", low), ("high", high)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -237,7 +237,7 @@ def _kind(name: Any) -> str | None:
     section, _, key = str(name).partition(".")
     if section == "task" and key.startswith("kwargs."):
         return ""
-    for cls in SECTIONS.get(section, ()):
+    for cls in CONFIG_SECTIONS.get(section, ()):
         for entry in fields(cls):
             if entry.name == key:
                 return str(entry.type)

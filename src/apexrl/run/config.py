@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from apexrl.agent.trainer import TrainingConfig
 from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BCConfig, PPOConfig, RLOOConfig
 from apexrl.core.errors import ConfigError, did_you_mean
-from apexrl.core.system.migrations import CONFIG_VERSION, VERSION, migrated_config
+from apexrl.core.system.migrations import CONFIG_VERSION, VERSION_KEY, migrated_config
 from apexrl.run.sections import FeaturesConfig, LoggingConfig, PolicyConfig, SuiteConfig, TaskConfig, VLAConfig
 
 SUITE_ALGORITHMS = ("rloo", "bc")
@@ -66,10 +66,10 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that YAML and checkpoints can hold."""
-        return {VERSION: CONFIG_VERSION, **_plain(asdict(self))}
+        return {VERSION_KEY: CONFIG_VERSION, **_as_lists(asdict(self))}
 
 
-SECTIONS: dict[str, tuple[type, ...]] = {
+CONFIG_SECTIONS: dict[str, tuple[type, ...]] = {
     "task": (TaskConfig, SuiteConfig),
     "policy": (PolicyConfig, VLAConfig),
     "algo": tuple(config for _, config in ALGORITHMS.values()),
@@ -78,7 +78,7 @@ SECTIONS: dict[str, tuple[type, ...]] = {
     "features": (FeaturesConfig,),
 }
 """Section -> its classes; ``section_class`` says which of several."""
-CHOICES = {
+SECTION_CHOICES = {
     TaskConfig: "with --task.id",
     SuiteConfig: "with --task.benchmark_name",
     PolicyConfig: "with --policy.kind mlp, gru or roa",
@@ -101,7 +101,7 @@ def section_class(name: str, values: Mapping[str, Any]) -> type:
                 f"algo.name must be one of {sorted(ALGORITHMS)}, got {wanted!r}.{did_you_mean(str(wanted), ALGORITHMS)}"
             )
         return ALGORITHMS[wanted][1]
-    return SECTIONS[name][0]
+    return CONFIG_SECTIONS[name][0]
 
 
 def make_config(raw: Mapping[str, Any]) -> Config:
@@ -113,9 +113,10 @@ def make_config(raw: Mapping[str, Any]) -> Config:
     problems: list[str] = []
     sections: dict[str, Any] = {}
     for name, values in migrated_config(raw).items():
-        if name not in SECTIONS:
+        if name not in CONFIG_SECTIONS:
             problems.append(
-                f"Unknown section '{name}'; sections are {', '.join(SECTIONS)}.{did_you_mean(str(name), SECTIONS)}"
+                f"Unknown section '{name}'; sections are {', '.join(CONFIG_SECTIONS)}."
+                f"{did_you_mean(str(name), CONFIG_SECTIONS)}"
             )
         elif not isinstance(values, dict | None):
             problems.append(f"Section '{name}' must hold fields, got {values!r}.")
@@ -129,7 +130,10 @@ def make_config(raw: Mapping[str, Any]) -> Config:
 def field_paths() -> list[str]:
     """Return every ``section.field``."""
     every = [
-        f"{section}.{entry.name}" for section, classes in SECTIONS.items() for cls in classes for entry in fields(cls)
+        f"{section}.{entry.name}"
+        for section, classes in CONFIG_SECTIONS.items()
+        for cls in classes
+        for entry in fields(cls)
     ]
     return list(dict.fromkeys(every))
 
@@ -159,7 +163,7 @@ def _section(name: str, values: dict[str, Any], problems: list[str]) -> Any:
     checked: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known:
-            which = f" {CHOICES[section]}" if section in CHOICES else ""
+            which = f" {SECTION_CHOICES[section]}" if section in SECTION_CHOICES else ""
             problems.append(
                 f"Unknown field '{name}.{key}'; fields{which} are {', '.join(known)}.{did_you_mean(str(key), known)}"
             )
@@ -199,9 +203,9 @@ def _require_known(name: str, parents: list[str], last: str) -> None:
         raise ConfigError(f"Unknown option '--{name}'.{did_you_mean(name, paths)} 'apexrl train --help' lists all.")
 
 
-def _plain(value: Any) -> Any:
+def _as_lists(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _as_lists(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
+        return [_as_lists(inner) for inner in value]
     return value

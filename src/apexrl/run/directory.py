@@ -52,14 +52,14 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
         loggers: more places for the numbers, besides the files of the run.
         name: used when ``run_dir`` is None.
     """
-    distributed.join(prepare_device(config))
+    distributed.join_ranks(prepare_device(config))
     made = run_dir is None or not run_dir.exists()
-    run_dir = distributed.on_first(lambda: claim(new_run_dir(name) if run_dir is None else run_dir))
+    run_dir = distributed.on_main_process(lambda: claim(new_run_dir(name) if run_dir is None else run_dir))
     lock = files.DirectoryLock(run_dir)
-    distributed.on_first(lock.acquire)
+    distributed.on_main_process(lock.acquire)
     trainer = None
     try:
-        distributed.on_first(lambda: _write_config(run_dir, config))
+        distributed.on_main_process(lambda: _write_config(run_dir, config))
         init_from = first_weights(config, run_dir, loggers)
         trainer = make_trainer(config, run_dir, loggers, init_from=init_from)
         trainer.loggers[:0] = file_loggers(config, run_dir)
@@ -69,16 +69,16 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
                 "algo.phase finetune without training.init_from: encoder and teacher are untrained and stay so. Name a "
                 "run of phase train."
             )
-        distributed.on_first(partial(add_start, run_dir, 0, trainer.policy.device))
+        distributed.on_main_process(partial(add_start, run_dir, 0, trainer.policy.device))
     except BaseException as error:
         if trainer is not None:
             trainer.close()
         stopped = isinstance(error, KeyboardInterrupt | SystemExit) and needs_own_demos(config)
         is_kept = stopped or (run_dir / IMITATION).exists()
-        if distributed.is_first() and not is_kept:
+        if distributed.is_main_process() and not is_kept:
             _clear(run_dir)
         lock.release()
-        if distributed.is_first() and made and not is_kept:
+        if distributed.is_main_process() and made and not is_kept:
             with contextlib.suppress(OSError):  # another process may still be leaving; it must not hide what went wrong
                 run_dir.rmdir()
         raise
@@ -126,7 +126,7 @@ def first_weights(config: Config, run_dir: Path, loggers: Sequence[Logger]) -> s
         make_trainer(replace(config, algo=replace(algo, imitation_coef=0.0)), run_dir).close()
     try:
         if isinstance(task, SuiteConfig) and needs_own_demos(config):
-            distributed.on_first(lambda: record_own_demos(task, run_dir, tell))
+            distributed.on_main_process(lambda: record_own_demos(task, run_dir, tell))
         if not imitates_first(config):
             return config.training.init_from
         return str(_imitate(imitation_config(config, run_dir), run_dir / IMITATION, loggers, tell))
@@ -168,9 +168,9 @@ def resume(run_dir: Path, overrides: Iterable[tuple[str, str]] = (), loggers: Se
 
 
 def _resume(config: Config, run_dir: Path, loggers: Sequence[Logger]) -> Trainer:
-    distributed.join(prepare_device(config))
+    distributed.join_ranks(prepare_device(config))
     lock = files.DirectoryLock(run_dir)
-    distributed.on_first(lock.acquire)
+    distributed.on_main_process(lock.acquire)
     trainer = None
     try:
         has_any = bool(checkpoint.numbered(run_dir / "checkpoints"))
@@ -180,7 +180,7 @@ def _resume(config: Config, run_dir: Path, loggers: Sequence[Logger]) -> Trainer
         if has_any:
             _load_newest(trainer, run_dir / "checkpoints")
         trainer.loggers[:0] = file_loggers(config, run_dir, purge_step=trainer.total_steps + 1 if has_any else 0)
-        distributed.on_first(partial(_tidy, run_dir, config, trainer))
+        distributed.on_main_process(partial(_tidy, run_dir, config, trainer))
     except BaseException:
         if trainer is not None:
             trainer.close()
@@ -195,7 +195,7 @@ def _load_newest(trainer: Trainer, directory: Path) -> None:
     trainer.adopt_checkpoints()
     for problem in problems:
         trainer.tell(f"{problem} Going on from {newest.name}, the newest that can be read.")
-    if problems and distributed.is_first():
+    if problems and distributed.is_main_process():
         for path in checkpoint.numbered(directory)[-len(problems) :]:
             path.rename(path.with_name(f"{path.name}.damaged"))
 
@@ -243,7 +243,7 @@ def changed_config(stored: Mapping[str, Any], overrides: Sequence[tuple[str, str
 
 def file_loggers(config: Config, run_dir: Path, purge_step: int | None = None) -> list[Logger]:
     """Make the loggers that write into the run directory; with ``purge_step`` TensorBoard hides what came later."""
-    if not distributed.is_first():
+    if not distributed.is_main_process():
         return []
     files: list[Logger] = [JsonlLogger(run_dir / "metrics.jsonl")]
     # Weights & Biases may refuse to start, so it comes before TensorBoard, which makes a file at once.

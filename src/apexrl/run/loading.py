@@ -14,7 +14,7 @@ import yaml
 
 from apexrl.core.errors import ConfigError, did_you_mean
 from apexrl.core.system.migrations import migrated_config
-from apexrl.run.config import SECTIONS, Config, _require_known, make_config, section_class
+from apexrl.run.config import CONFIG_SECTIONS, Config, _require_known, make_config, section_class
 
 DEFAULT_PRESET = "lift_ppo"
 MAX_VALUES = 10_000
@@ -69,7 +69,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     if raw is None:
         return {}
     if not isinstance(raw, dict):
-        raise ConfigError(f"{where} must hold sections ({', '.join(SECTIONS)}), got {type(raw).__name__}.")
+        raise ConfigError(f"{where} must hold sections ({', '.join(CONFIG_SECTIONS)}), got {type(raw).__name__}.")
     return raw
 
 
@@ -196,7 +196,7 @@ def _without_other_kinds(stored: Mapping[str, Any], merged: dict[str, Any], give
     """Drop what a source says about another kind of task, policy or algorithm than the one that was asked for."""
     if "task.id" in given and "task.benchmark_name" not in given and isinstance(merged.get("task"), dict):
         merged["task"].pop("benchmark_name", None)
-    for name, classes in SECTIONS.items():
+    for name, classes in CONFIG_SECTIONS.items():
         before, after = stored.get(name), merged.get(name)
         if len(classes) < 2 or not isinstance(before, dict) or not isinstance(after, dict):
             continue

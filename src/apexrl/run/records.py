@@ -34,7 +34,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class LoggedEvaluation:
     """One line of ``evaluations.jsonl``."""
 
     iteration: int
@@ -64,7 +64,7 @@ class Log:
 
     columns: dict[str, NDArray[np.float64]]
     """Name in ``metrics.jsonl`` -> one value a line, NaN where a line does not have it."""
-    evaluations: list[Evaluation]
+    evaluations: list[LoggedEvaluation]
 
     def trained(self, name: str) -> dict[float, float]:
         """Return environment steps -> what training saw, in order; of two lines at one step the later."""
@@ -133,14 +133,14 @@ def columns(
         is_log, values = name.startswith(("rollout/", "time/")), np.full(len(lines), math.nan)
         for index, line in enumerate(lines):
             if name in line:
-                value = _checked(line[name], name, damage, is_rate=is_log and is_rate(name))
+                value = _number_or_none(line[name], name, damage, is_rate=is_log and is_rate(name))
                 values[index] = math.nan if value is None else value
         if not np.isnan(values).all():
             found[name] = values
     return found
 
 
-def evaluations(records: Iterable[Mapping[str, Any]], damage: Damage) -> list[Evaluation]:
+def evaluations(records: Iterable[Mapping[str, Any]], damage: Damage) -> list[LoggedEvaluation]:
     """Return the evaluations of a file; one without a step has no place on the page."""
     found = []
     for record in records:
@@ -151,23 +151,23 @@ def evaluations(records: Iterable[Mapping[str, Any]], damage: Damage) -> list[Ev
     return found
 
 
-def evaluation(record: Mapping[str, Any], damage: Damage) -> Evaluation:
+def evaluation(record: Mapping[str, Any], damage: Damage) -> LoggedEvaluation:
     """Return what a record of an evaluation says."""
     fields: dict[str, Estimate] = {}
     for name, value in record.items():
-        is_field = _is_number(value) or name in _RATES or f"{name}_interval" in record
+        is_field = _is_bounded_number(value) or name in _RATES or f"{name}_interval" in record
         if name in _IDENTITY or not is_field:
             continue
-        mean = _checked(value, name, damage, is_rate=name in _RATES)
+        mean = _number_or_none(value, name, damage, is_rate=name in _RATES)
         if mean is not None:
-            bounds = _interval(record, name, damage)
+            bounds = _logged_interval(record, name, damage)
             fields[name] = Estimate(mean, *(bounds or (mean, mean)))
     counts = {name: record.get(name, 0) for name in ("iteration", "step", "episodes")}
     for name, value in counts.items():
         if not is_count(value):
             damage.add(name, COUNT, value)
             counts[name] = 0
-    return Evaluation(**counts, fields=fields, tasks=_tasks(record, damage))
+    return LoggedEvaluation(**counts, fields=fields, tasks=_tasks(record, damage))
 
 
 def starts(records: Iterable[Mapping[str, Any]], damage: Damage) -> list[Start]:
@@ -190,7 +190,7 @@ def text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _interval(record: Mapping[str, Any], name: str, damage: Damage) -> tuple[float, float] | None:
+def _logged_interval(record: Mapping[str, Any], name: str, damage: Damage) -> tuple[float, float] | None:
     key = f"{name}_interval"
     bounds = record.get(key)
     if bounds is None:
@@ -198,7 +198,7 @@ def _interval(record: Mapping[str, Any], name: str, damage: Damage) -> tuple[flo
     if not isinstance(bounds, list) or len(bounds) != 2:
         damage.add(key, "two numbers", bounds)
         return None
-    low, high = (_checked(bound, key, damage, is_rate=name in _RATES) for bound in bounds)
+    low, high = (_number_or_none(bound, key, damage, is_rate=name in _RATES) for bound in bounds)
     return None if low is None or high is None else (low, high)
 
 
@@ -210,7 +210,7 @@ def _tasks(record: Mapping[str, Any], damage: Damage) -> dict[str, tuple[int, in
     tasks = {}
     for name, task in per_task.items():
         entry = task if isinstance(task, dict) else {}
-        rate = _checked(entry.get("success_rate"), f"per_task.{name}.success_rate", damage, is_rate=True)
+        rate = _number_or_none(entry.get("success_rate"), f"per_task.{name}.success_rate", damage, is_rate=True)
         episodes: Any = entry.get("episodes")
         if not is_count(episodes):
             damage.add(f"per_task.{name}.episodes", COUNT, episodes)
@@ -219,10 +219,10 @@ def _tasks(record: Mapping[str, Any], damage: Damage) -> dict[str, tuple[int, in
     return tasks
 
 
-def _checked(value: Any, name: str, damage: Damage, *, is_rate: bool) -> float | None:
+def _number_or_none(value: Any, name: str, damage: Damage, *, is_rate: bool) -> float | None:
     """Return a number, or None after it was noted that it is none."""
     # Wilson's bounds may miss 0 and 1 by a rounding.
-    if _is_number(value) and (not is_rate or -1e-6 <= value <= 1 + 1e-6):
+    if _is_bounded_number(value) and (not is_rate or -1e-6 <= value <= 1 + 1e-6):
         return min(max(float(value), 0.0), 1.0) if is_rate else float(value)
     damage.add(name, RATE if is_rate else NUMBER, value)
     return None
@@ -242,7 +242,7 @@ def is_rate(name: str) -> bool:
     return name in _SHARES or name.removeprefix("rollout/") in _RATES
 
 
-def _is_number(value: Any) -> bool:
+def _is_bounded_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 

@@ -32,7 +32,7 @@ from apexrl.run.config import Config
 from apexrl.run.records import is_count
 from apexrl.run.sections import SuiteConfig
 
-METRICS, FINAL_RESULTS, ROLLOUT_STATS = "metrics.json", "final_training_results.json", "rollout_stats.json"
+METRICS_FILE, FINAL_RESULTS, ROLLOUT_STATS = "metrics.json", "final_training_results.json", "rollout_stats.json"
 FIRST_ROLLOUT_STATS = ".rollout_stats_at_start.json"
 """What was known of the init states when the run began."""
 DEMOS, IMITATION = "demos", "imitation"
@@ -96,11 +96,13 @@ def record_own_demos(task: SuiteConfig, run_dir: Path, tell: Callable[[str], Non
             f"task.num_demos must be at most {available}, the training states of a task of '{task.benchmark_name}', "
             f"got {task.num_demos}."
         )
-    tell(f"Recording {_demos(task.num_demos)} of {', '.join(missing)} with scripted experts, in {directory}")
+    tell(
+        f"Recording {_num_demonstrations(task.num_demos)} of {', '.join(missing)} with scripted experts, in {directory}"
+    )
 
     def note(name: str, recorded: Recorded) -> None:
         failed = f", {recorded.num_failures} attempts failed" if recorded.num_failures else ""
-        tell(f"  {name}: {_demos(recorded.num_demos)}, {recorded.num_steps} steps{failed}")
+        tell(f"  {name}: {_num_demonstrations(recorded.num_demos)}, {recorded.num_steps} steps{failed}")
 
     num_workers = num_cores() if task.num_workers is None else task.num_workers
     num_workers = 0 if len(missing) == 1 else min(num_workers, len(missing))
@@ -113,7 +115,7 @@ def record_own_demos(task: SuiteConfig, run_dir: Path, tell: Callable[[str], Non
         ) from error
 
 
-def _demos(count: int) -> str:
+def _num_demonstrations(count: int) -> str:
     return f"{count} demonstration{'' if count == 1 else 's'}"
 
 
@@ -175,7 +177,7 @@ def make_suite_collector(
         assert isinstance(algorithm, RLOO)
         algorithm.remember(_read_demos(task, run_dir, env, "algo.imitation_coef"))
     first_path = Path(cfg.rollout_stats_path) if cfg.rollout_stats_path else run_dir / ROLLOUT_STATS
-    path = first_path if distributed.is_first() else process_dir(run_dir, distributed.rank()) / ROLLOUT_STATS
+    path = first_path if distributed.is_main_process() else process_dir(run_dir, distributed.rank()) / ROLLOUT_STATS
     generator = RolloutGenerator.from_config(
         SuiteRunner(env, algorithm.policy, random_init=task.random_init),
         cfg,
@@ -186,8 +188,8 @@ def make_suite_collector(
     if generator.stats is not None:
         stats = generator.stats
         # The first process makes the directory, and clears it when it fails: the others write there only afterwards.
-        distributed.on_first(lambda: begin_statistics(stats, run_dir, first_path))
-        if not distributed.is_first():
+        distributed.on_main_process(lambda: begin_statistics(stats, run_dir, first_path))
+        if not distributed.is_main_process():
             begin_statistics(stats, run_dir, first_path)
     return generator
 
@@ -205,7 +207,7 @@ def begin_statistics(stats: RolloutStats, run_dir: Path, first_path: Path) -> No
     (``first_path``), and those of processes that are no more are taken over by one that is.
     """
     own_dir = process_dir(run_dir, distributed.rank())
-    if not distributed.is_first() and not len(stats) and first_path.exists():
+    if not distributed.is_main_process() and not len(stats) and first_path.exists():
         stats.load_state_dict(read_statistics(first_path))
     if checkpoint.numbered(run_dir / "checkpoints"):
         for path in _of_processes_that_are_no_more(run_dir):
@@ -281,10 +283,10 @@ class SuiteResults(Logger):
     def log(self, values: Mapping[str, float]) -> None:
         """Write it anew, from the evaluations that the run has recorded."""
         if "eval/return" in values:
-            write_json(self.run_dir / METRICS, evaluations(self.run_dir))
+            write_json(self.run_dir / METRICS_FILE, suite_evaluations(self.run_dir))
 
 
-def evaluations(run_dir: Path) -> list[dict[str, Any]]:
+def suite_evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """Return the evaluations of a run in the form of ``metrics.json``; a line without its place is left out.
 
     One entry per training step: the evaluation at the end takes the place of the periodic one of the same step.
@@ -309,8 +311,8 @@ def write_final_results(run_dir: Path, iteration: int, environment_steps: int, o
 
     ``total_steps`` counts training steps (iterations) throughout the file, ``environment_steps`` control steps.
     """
-    found = evaluations(run_dir)
-    write_json(run_dir / METRICS, found)
+    found = suite_evaluations(run_dir)
+    write_json(run_dir / METRICS_FILE, found)
     content = {
         "total_steps": iteration,
         "environment_steps": environment_steps,

@@ -13,7 +13,7 @@ from tests.refusals import refused
 from torch import Tensor
 
 from apexrl.algorithms import PPO, PPOROA, PPOConfig
-from apexrl.algorithms.ppo import METRICS
+from apexrl.algorithms.ppo import PPO_METRICS
 from apexrl.collectors import SyncCollector
 from apexrl.core.errors import ConfigError, DivergenceError
 from apexrl.core.functional import gae
@@ -165,7 +165,7 @@ def rates_after(divergences: list[float], **options: Any) -> list[float]:
 
     def gradient_at(*_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
         rates.append(algorithm.optimizer.learning_rate.item())
-        metrics = torch.full((len(METRICS) - 1,), next(found))
+        metrics = torch.full((len(PPO_METRICS) - 1,), next(found))
         return metrics[0], metrics, torch.zeros_like(algorithm.optimizer.flat)
 
     with pytest.MonkeyPatch.context() as patched:
@@ -234,7 +234,7 @@ def test_an_update_without_a_step_says_nothing_about_the_loss() -> None:
     metrics = algorithm.update(batch)
     assert torch.equal(weights(algorithm), before)
     assert metrics["skipped"] == 1.0
-    assert all(metrics[name].isnan() for name in METRICS)
+    assert all(metrics[name].isnan() for name in PPO_METRICS)
 
 
 @pytest.mark.parametrize(("start", "kl", "bound"), [(1.2e-5, 1.0, 1e-5), (9e-3, 0.0, 1e-2)])
@@ -441,7 +441,7 @@ def test_a_stale_sample_without_weight_does_not_diverge() -> None:
     algorithm, metrics = wandering_update(0.0, -400.0, 0.0)
     assert metrics["nonfinite"].item() == 0.0
     assert metrics["updates"].item() == 1.0
-    assert all(metrics[name].isfinite() for name in METRICS)
+    assert all(metrics[name].isfinite() for name in PPO_METRICS)
     assert not algorithm.optimizer.gradient.any()
 
 

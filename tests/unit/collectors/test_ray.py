@@ -26,7 +26,7 @@ from apexrl.cli.main import main
 from apexrl.collectors import SyncCollector
 from apexrl.collectors.ray import workers as ray_workers
 from apexrl.collectors.ray.collector import RayCollector
-from apexrl.collectors.ray.session import RaySession, join, pack
+from apexrl.collectors.ray.session import RaySession, pack, side_by_side_arrays
 from apexrl.core.errors import ConfigError, EnvError
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.system.json_lines import read_json_lines
@@ -149,7 +149,7 @@ def test_a_batch_travels_without_loss_and_successors_are_sent_only_where_episode
     arrays = pack(batch)
     # Two ends of environment 0, two of environment 1 (the second is the last step), and the last steps of 0 and 2.
     assert arrays["next_observation",].shape == (6, 2)
-    joined = join([arrays])
+    joined = side_by_side_arrays([arrays])
     for key, value in batch.items(include_nested=True, leaves_only=True):
         torch.testing.assert_close(joined[key], value, rtol=0, atol=0, equal_nan=True)
     assert set(joined.keys(include_nested=True)) == set(batch.keys(include_nested=True))
@@ -163,7 +163,7 @@ def test_rollouts_lie_side_by_side_and_a_metric_that_one_lacks_is_unknown_there(
         collector.start()
         parts.append(pack(collector.take_steps(4)))
     del parts[0]["metric", "odd"]
-    batch = join(parts)
+    batch = side_by_side_arrays(parts)
     assert batch.shape == (4, 3)
     assert batch["reward"][..., 0].T.tolist() == [[1, 2, 3, 1], [1, 2, 1, 2], [1, 2, 3, 4]]
     assert batch["next_observation"][..., 0].T.tolist() == [[1, 2, 3, 1], [1, 2, 1, 2], [101, 102, 103, 104]]

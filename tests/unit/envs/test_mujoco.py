@@ -19,7 +19,7 @@ from apexrl.core.errors import ConfigError, EnvError, EnvStateError
 from apexrl.core.types import EnvStep
 from apexrl.envs import MujocoVecEnv, VecEnv, check_env, make_env
 from apexrl.envs.mujoco.simulation import Threads
-from apexrl.envs.mujoco.tasks import Ant, Array, Fields, MujocoTask, Outcome, Parts
+from apexrl.envs.mujoco.tasks import Ant, Fields, MujocoTask, NumpyArray, Outcome, Parts
 
 mujoco: Any = pytest.importorskip("mujoco")
 
@@ -461,7 +461,7 @@ class Follow(MujocoTask):
     def observe(self, fields: Fields) -> Parts:
         return {"policy": [fields["qvel"]], "command": [fields["userdata"]]}
 
-    def outcome(self, before: Fields, after: Fields, action: Array, dt: Array) -> Outcome:
+    def outcome(self, before: Fields, after: Fields, action: NumpyArray, dt: NumpyArray) -> Outcome:
         speed = -np.abs(after["qvel"] - after["userdata"])[:, 0]
         return Outcome(speed, np.zeros(len(speed), np.bool_), {"reward_speed": speed})
 

@@ -201,7 +201,7 @@ def _record_task(
             "another state (--start)."
         )
     target = directory / f"{name}{SUFFIX}"
-    _write(target, suite, task_id, demos, "expert" if plans is None else "policy")
+    _write_file(target, suite, task_id, demos, "expert" if plans is None else "policy")
     return Recorded(target, len(demos), failures, sum(len(demo.actions) for demo in demos))
 
 
@@ -225,7 +225,7 @@ def _demonstrate(
     return None
 
 
-def _write(path: Path, suite: TaskSuite, task_id: int, demos: Sequence[_Demo], demonstrator: str) -> None:
+def _write_file(path: Path, suite: TaskSuite, task_id: int, demos: Sequence[_Demo], demonstrator: str) -> None:
     """Write a file under another name, force it to the disk, and rename it."""
     name, instruction = suite.task_names[task_id], suite.instructions[task_id]
     temporary = _unfinished(path)

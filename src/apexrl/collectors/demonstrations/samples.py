@@ -76,7 +76,7 @@ def load_demos(
         for task_id, file in _files(Path(path), suite):
             content = stack.enter_context(_opened(file))
             with _naming(file):
-                demos = _demos(content, file)[:per_task]
+                demos = _demo_groups(content, file)[:per_task]
                 if suite is not None:
                     _check_task(content, file, suite.task_names[task_id])
                 text = _instruction(content, file) if suite is None else suite.instructions[task_id]
@@ -155,7 +155,7 @@ def _naming(file: Path) -> Iterator[None]:
         raise ConfigError(f"{file} holds something else than demonstrations, or is damaged: {error}") from error
 
 
-def _demos(content: h5py.File, file: Path) -> list[h5py.Group]:
+def _demo_groups(content: h5py.File, file: Path) -> list[h5py.Group]:
     """Return the demonstrations of a file in the order of their numbers."""
     data = content.get("data")
     kind = hdf5().Group

@@ -18,11 +18,11 @@ from apexrl.collectors.base import BaseCollector, WarmUp
 from apexrl.collectors.ray.session import (
     Arrays,
     Weights,
-    join,
     load_weights,
     pack,
     portable,
     seed_everything,
+    side_by_side_arrays,
     weights_of,
 )
 from apexrl.collectors.ray.workers import RayWorkers
@@ -88,7 +88,7 @@ class RayCollector(BaseCollector):
         if max_staleness < 0:
             raise ConfigError(f"RayCollector.max_staleness must be at least 0, got {max_staleness}.")
         self._workers = RayWorkers(
-            _Worker,
+            _Actor,
             num_workers,
             timeout=rollout_timeout,
             options=worker_options,
@@ -269,7 +269,7 @@ class RayCollector(BaseCollector):
     def _oldest_order(self) -> int:
         return min((place.orders[0].version for place in self._places if place.orders), default=self._version)
 
-    def _take(self) -> list[_Rollout]:
+    def _take(self) -> list[_ActorRollout]:
         """Wait for the oldest order of every worker, and replace workers that die meanwhile."""
         refs = {place.index: place.orders[0].ref for place in self._places}
         try:
@@ -305,9 +305,9 @@ class RayCollector(BaseCollector):
 
     # What came
 
-    def _fold(self, rollouts: list[_Rollout]) -> TensorDict:
+    def _fold(self, rollouts: list[_ActorRollout]) -> TensorDict:
         """Join rollouts over their environments, and count the episodes that ended."""
-        batch = join([rollout.arrays for rollout in rollouts])
+        batch = side_by_side_arrays([rollout.arrays for rollout in rollouts])
         versions = torch.tensor([rollout.version for rollout in rollouts]).repeat_interleave(self._envs_per_worker)
         batch[POLICY_VERSION] = versions.view(1, -1, 1).repeat(batch.shape[0], 1, 1)
         # Workers find metrics at different times.
@@ -352,14 +352,14 @@ class _Description(NamedTuple):
     gives_final_obs: bool
 
 
-class _Rollout(NamedTuple):
+class _ActorRollout(NamedTuple):
     version: int
     seconds: float
     arrays: Arrays
     metric_specs: dict[str, MetricSpec]
 
 
-class _Worker:
+class _Actor:
     """What runs in an actor."""
 
     def __init__(self, make_env: Callable[[], VecEnv], policy: Policy, keep: Collection[str] | None) -> None:
@@ -384,7 +384,7 @@ class _Worker:
         self.policy = copy.deepcopy(policy)
         self.collector.follow(self.policy)
 
-    def collect(self, n_steps: int, version: int, weights: Weights, seed: int | None) -> _Rollout:
+    def collect(self, n_steps: int, version: int, weights: Weights, seed: int | None) -> _ActorRollout:
         collector, begin = self.collector, time.perf_counter()
         load_weights(self.policy, weights)
         if seed is not None:
@@ -392,4 +392,4 @@ class _Worker:
             collector.restart(spawn_seed(seed, ENV))
             collector.start()
         batch = collector.take_steps(n_steps)
-        return _Rollout(version, time.perf_counter() - begin, pack(batch), dict(collector.env.metric_specs))
+        return _ActorRollout(version, time.perf_counter() - begin, pack(batch), dict(collector.env.metric_specs))

@@ -151,7 +151,7 @@ def pack(batch: TensorDict) -> Arrays:
     return arrays
 
 
-def join(parts: list[Arrays]) -> TensorDict:
+def side_by_side_arrays(parts: list[Arrays]) -> TensorDict:
     """Put what ``pack`` returned side by side, ``[T, N]``; a metric that a part does not have is NaN there."""
     T = parts[0][(DONE,)].shape[0]
     widths = [part[(DONE,)].shape[1] for part in parts]

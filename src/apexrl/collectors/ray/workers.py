@@ -11,7 +11,7 @@ from typing import Any
 from apexrl.collectors.ray.session import RaySession, first_line
 from apexrl.core.errors import ConfigError, EnvError
 
-MAX_DEATHS = 3
+MAX_LOST_ACTORS = 3
 """Workers lost in a row, in the same place and without a result between them, that end the run."""
 POLL_SECONDS = 0.2
 """How long it may take to notice a dead worker while others still work."""
@@ -135,9 +135,9 @@ class RayWorkers:
     def _replace(self, place: int, what: str, loss: str) -> None:
         self.lost += 1
         self._deaths[place] += 1
-        if self._deaths[place] >= MAX_DEATHS:
+        if self._deaths[place] >= MAX_LOST_ACTORS:
             raise EnvError(
-                f"{MAX_DEATHS} Ray workers in a row were lost in place {place}; the last one {what}. "
+                f"{MAX_LOST_ACTORS} Ray workers in a row were lost in place {place}; the last one {what}. "
                 "Look into the messages of the simulator, or give each worker more memory or fewer environments."
             )
         self.on_message(f"Ray worker {place} {what}: {loss}")

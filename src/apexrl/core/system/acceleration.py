@@ -118,7 +118,7 @@ class Captured:
         for generator in self.generators:
             graph.register_generator_state(generator)
         torch.cuda.synchronize()
-        with garbage_stays(), torch.cuda.graph(graph):
+        with gc_paused(), torch.cuda.graph(graph):
             entry.output = self.function(*entry.inputs)
         entry.graph = graph
 
@@ -129,7 +129,7 @@ class Captured:
 
 
 @contextmanager
-def garbage_stays() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Collect garbage now, and not again until the end: to free an old CUDA graph would break a capture."""
     gc.collect()
     was_enabled = gc.isenabled()

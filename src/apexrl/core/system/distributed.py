@@ -27,7 +27,7 @@ TIMEOUT_VARIABLE = "APEXRL_RANK_TIMEOUT"
 """Environment variable: seconds after which a process that does not answer counts as lost."""
 DEFAULT_TIMEOUT = 600.0
 """A process that ends is noticed at once; this is for those that hang, and must outlast the slowest rollout."""
-PATIENCE = timedelta(days=1)
+COLLECTIVE_TIMEOUT = timedelta(days=1)
 """How long the others wait while process 0 evaluates or writes."""
 T = TypeVar("T")
 _patient: Any = None
@@ -58,7 +58,7 @@ def own_device(device: torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
-def join(device: torch.device) -> None:
+def join_ranks(device: torch.device) -> None:
     """Meet the other processes, when ``torchrun`` has started this one with others; only the first goes on printing.
 
     Raises:
@@ -70,13 +70,13 @@ def join(device: torch.device) -> None:
     timeout = timedelta(seconds=_timeout())
     with _naming_the_cause():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-        _patient = dist.new_group(backend="gloo", timeout=PATIENCE)
-    atexit.register(_leave)
-    if not is_first():
+        _patient = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    atexit.register(_leave_ranks)
+    if not is_main_process():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
 
 
-def _leave() -> None:
+def _leave_ranks() -> None:
     with suppress(Exception):
         dist.destroy_process_group()
 
@@ -87,7 +87,7 @@ def _timeout() -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < PATIENCE.total_seconds():
+    if not 0 < seconds < COLLECTIVE_TIMEOUT.total_seconds():
         raise ConfigError(f"{TIMEOUT_VARIABLE} must be a positive number of seconds, got '{text}'.")
     return seconds
 
@@ -114,32 +114,32 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def is_first() -> bool:
+def is_main_process() -> bool:
     """Whether this is the process that writes."""
     return rank() == 0
 
 
-def share(total: int, name: str) -> int:
+def share(amount: int, name: str) -> int:
     """Return this process's part of a number that all share equally.
 
     Raises:
         ConfigError: when they cannot; ``name`` is the field.
     """
-    if total % world_size():
+    if amount % world_size():
         raise ConfigError(
-            f"{name} is {total}, which {world_size()} processes cannot share equally; use a multiple of {world_size()}."
+            f"{name} is {amount}, which {world_size()} processes cannot share equally; use a multiple of {world_size()}."
         )
-    return total // world_size()
+    return amount // world_size()
 
 
-def share_rounded(total: int, _: str) -> int:
+def share_rounded(amount: int, _: str) -> int:
     """Return this process's part of a number that need not be split exactly, rounded up."""
-    return -(-total // world_size())
+    return -(-amount // world_size())
 
 
-def seed_apart(seed: int, total_steps: int = 0) -> None:
+def seed_per_rank(seed: int, total_steps: int = 0) -> None:
     """Let the global random generators of every process but the first draw their own numbers, after so many steps."""
-    if not is_first():
+    if not is_main_process():
         own = spawn_seed(seed, POLICY, rank(), total_steps)
         torch.manual_seed(own)
         random.seed(own)
@@ -147,7 +147,7 @@ def seed_apart(seed: int, total_steps: int = 0) -> None:
 
 
 @torch.no_grad()
-def mean(*tensors: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, ...]:
+def all_reduce_mean(*tensors: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, ...]:
     """Average tensors of one dtype over the processes, Σ w x / Σ w, in one exchange; a single process changes nothing.
 
     The weight w of a process may be given as those of its samples, which are then added up. A number that
@@ -166,7 +166,7 @@ def mean(*tensors: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-def whole(x: Tensor) -> Tensor:
+def all_gather(x: Tensor) -> Tensor:
     """Return ``[W · len(x), ...]``: the tensors of all W processes, which have the same shape, one after the other."""
     if world_size() == 1:
         return x
@@ -176,58 +176,58 @@ def whole(x: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def concatenated(x: Tensor) -> tuple[Tensor, slice]:
+def all_gather_rows(x: Tensor) -> tuple[Tensor, slice]:
     """Return ``whole`` of tensors that may differ in length, and which rows of it are this process's."""
     if world_size() == 1:
         return x, slice(None)
-    parts = gather(x.detach().cpu())
+    parts = all_gather_object(x.detach().cpu())
     start = sum(len(part) for part in parts[: rank()])
     return torch.cat(parts).to(x.device), slice(start, start + len(x))
 
 
-def own_part(x: Tensor) -> Tensor:
+def own_shard(x: Tensor) -> Tensor:
     """Return from ``whole`` what is this process's."""
     return x if world_size() == 1 else x.chunk(world_size())[rank()]
 
 
-def merged_moments(count: int, mean: Tensor, var: Tensor) -> tuple[int | Tensor, Tensor, Tensor]:
+def merged_moments(count: int, average: Tensor, var: Tensor) -> tuple[int | Tensor, Tensor, Tensor]:
     """Merge sample counts n, means m and variances v of all processes exactly.
 
     N = Σ n,  M = Σ n m / N,  V = Σ n (v + (m − M)²) / N
     """
     if world_size() == 1:
-        return count, mean, var
-    parts = whole(torch.stack((torch.full_like(mean, count), mean, var)).unsqueeze(0))
+        return count, average, var
+    parts = all_gather(torch.stack((torch.full_like(average, count), average, var)).unsqueeze(0))
     counts, means, variances = parts.unbind(1)
-    total = counts.sum(0)
-    merged = (counts * means).sum(0) / total
-    spread = (counts * (variances + (means - merged).square())).sum(0) / total
-    return total.reshape(-1)[0], merged, spread
+    count_of_all = counts.sum(0)
+    merged = (counts * means).sum(0) / count_of_all
+    spread = (counts * (variances + (means - merged).square())).sum(0) / count_of_all
+    return count_of_all.reshape(-1)[0], merged, spread
 
 
 @torch.no_grad()
-def everywhere(flag: Tensor) -> Tensor:
+def all_ranks(flag: Tensor) -> Tensor:
     """Say on the device whether a 0-d truth holds in every process."""
-    return flag if world_size() == 1 else whole(flag.reshape(1).byte()).bool().all()
+    return flag if world_size() == 1 else all_gather(flag.reshape(1).byte()).bool().all()
 
 
 @torch.no_grad()
-def anywhere(flag: Tensor) -> Tensor:
+def any_rank(flag: Tensor) -> Tensor:
     """Say on the device whether a 0-d truth holds in some process."""
-    return flag if world_size() == 1 else whole(flag.reshape(1).byte()).bool().any()
+    return flag if world_size() == 1 else all_gather(flag.reshape(1).byte()).bool().any()
 
 
-def total(number: int) -> int:
+def all_reduce_sum(number: int) -> int:
     """Sum a number over the processes."""
-    return sum(gather(number))
+    return sum(all_gather_object(number))
 
 
-def most(number: int) -> int:
+def all_reduce_max(number: int) -> int:
     """Return the largest of the processes' numbers."""
-    return max(gather(number))
+    return max(all_gather_object(number))
 
 
-def gather(value: T) -> list[T]:
+def all_gather_object(value: T) -> list[T]:
     """Return the plain values of all processes, in their order."""
     if world_size() == 1:
         return [value]
@@ -237,17 +237,17 @@ def gather(value: T) -> list[T]:
     return values
 
 
-def gather_on_first(value: T) -> list[T]:
+def gather_object(value: T) -> list[T]:
     """Return the values of all processes to the first one, an empty list to the others."""
     if world_size() == 1:
         return [value]
-    values: list[Any] | None = [None] * world_size() if is_first() else None
+    values: list[Any] | None = [None] * world_size() if is_main_process() else None
     with _naming_the_cause():
         dist.gather_object(value, values, dst=0, group=_patient)
     return values or []
 
 
-def on_first(function: Callable[[], T]) -> T:
+def on_main_process(function: Callable[[], T]) -> T:
     """Call a function in the first process and give all of them what it returned; the others wait.
 
     Raises:
@@ -256,7 +256,7 @@ def on_first(function: Callable[[], T]) -> T:
     if world_size() == 1:
         return function()
     outcome: list[Any] = [None, None]
-    if is_first():
+    if is_main_process():
         try:
             outcome[0] = function()
         except BaseException:
@@ -277,7 +277,7 @@ def _broadcast(values: list[Any]) -> None:
 
 
 @torch.no_grad()
-def equalize(tensors: Iterable[Tensor]) -> None:
+def broadcast_parameters(tensors: Iterable[Tensor]) -> None:
     """Give every process the first one's numbers, in place."""
     if world_size() == 1:
         return

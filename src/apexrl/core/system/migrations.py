@@ -13,7 +13,7 @@ from typing import Any
 from apexrl.core.errors import CheckpointError, ConfigError
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
-VERSION = "version"
+VERSION_KEY = "version"
 """Key of a configuration's version; a file without it is of the current version."""
 FORMAT = "format"
 """Key of a checkpoint's version."""
@@ -36,20 +36,20 @@ def migrated_config(raw: Mapping[str, Any], where: str = "This configuration") -
     Raises:
         ConfigError: when its version is newer or no longer supported, or is not an integer.
     """
-    number = raw.get(VERSION, CONFIG_VERSION)
+    number = raw.get(VERSION_KEY, CONFIG_VERSION)
     if isinstance(number, bool) or not isinstance(number, int):
         raise ConfigError(
-            f"{where}: {VERSION} must be an integer, got {number!r}; leave the line out of a file that you write "
+            f"{where}: {VERSION_KEY} must be an integer, got {number!r}; leave the line out of a file that you write "
             "yourself."
         )
     if not FIRST_CONFIG_VERSION <= number <= CONFIG_VERSION:
         fix = "Update apexrl." if number > CONFIG_VERSION else "Start from a preset again; 'apexrl list' shows them."
         raise ConfigError(
-            f"{where}: {VERSION} is {number}, but this apexrl reads {_range(FIRST_CONFIG_VERSION, CONFIG_VERSION)}. "
-            f"{fix}"
+            f"{where}: {VERSION_KEY} is {number}, but this apexrl reads "
+            f"{_range(FIRST_CONFIG_VERSION, CONFIG_VERSION)}. {fix}"
         )
     config = {name: dict(values) if isinstance(values, dict) else values for name, values in raw.items()}
-    config.pop(VERSION, None)
+    config.pop(VERSION_KEY, None)
     for migrate in CONFIG_MIGRATIONS[number - FIRST_CONFIG_VERSION :]:
         config = migrate(config)
     return config

@@ -229,7 +229,7 @@ class _LocalGroup:
 
     def __init__(self, make_fns: Sequence[MakeFn]) -> None:
         self.num_envs = len(make_fns)
-        self.group = group = _checked("make", EnvGroup, make_fns)
+        self.group = group = _naming_errors("make", EnvGroup, make_fns)
         self.observation_space, self.action_space = group.observation_space, group.action_space
         self.max_episode_steps = group.max_episode_steps
 
@@ -242,7 +242,7 @@ class _LocalGroup:
         self.group.watch(metrics)
 
     def reset(self, seeds: Sequence[int] | None) -> None:
-        _checked("reset", self.group.reset, seeds)
+        _naming_errors("reset", self.group.reset, seeds)
 
     def step(self) -> tuple[bool, Found]:
         try:
@@ -263,13 +263,13 @@ class _LocalGroup:
             raise EnvStateError(str(error)) from error
 
     def render(self, index: int) -> NDArray[np.uint8]:
-        return _checked("draw", self.group.render, index)
+        return _naming_errors("draw", self.group.render, index)
 
     def close(self) -> None:
         self.group.close()
 
 
-def _checked(verb: str, function: Callable[..., T], *arguments: Any) -> T:
+def _naming_errors(verb: str, function: Callable[..., T], *arguments: Any) -> T:
     try:
         return function(*arguments)
     except Exception as error:

@@ -35,11 +35,10 @@ from apexrl.envs.mujoco.simulation import (
     num_cores,
     set_model_differences,
 )
-from apexrl.envs.mujoco.tasks import TASKS as GYMNASIUM_TASKS
-from apexrl.envs.mujoco.tasks import Array, MujocoTask, Parts
+from apexrl.envs.mujoco.tasks import GYMNASIUM_TASKS, MujocoTask, NumpyArray, Parts
 from apexrl.envs.workers.gym_group import Tree, make_buffers, map_tree
 
-TASKS: dict[str, type[MujocoTask]] = {**GYMNASIUM_TASKS, "WalkerPayload": WalkerPayload}
+MUJOCO_TASKS: dict[str, type[MujocoTask]] = {**GYMNASIUM_TASKS, "WalkerPayload": WalkerPayload}
 """The tasks by name."""
 
 LOCK_SECONDS = 8e-6
@@ -128,7 +127,7 @@ class MujocoVecEnv(SeededVecEnv):
         seconds = (time.perf_counter() - started) / 10
         return max(1, min(num_cores(), round(seconds / LOCK_SECONDS)))
 
-    def _make_fields(self) -> tuple[dict[str, Array], list[tuple[list[Array], Array]]]:
+    def _make_fields(self) -> tuple[dict[str, NumpyArray], list[tuple[list[NumpyArray], NumpyArray]]]:
         """Return arrays ``[N, ...]`` for the task's fields, and what to concatenate into which to fill them."""
         views = {name: [getattr(data, name) for data in self._data] for name in self.task.data_fields}
         views |= {name: [getattr(model, name) for model in self.models] for name in self.task.model_fields}
@@ -220,7 +219,7 @@ class MujocoVecEnv(SeededVecEnv):
             after["userdata"][...] = memory
             for data, row in zip(self._data, memory, strict=True):
                 data.userdata[:] = row
-        _write(buffers.obs, task.observe(after))
+        _write_parts(buffers.obs, task.observe(after))
 
         ended = np.flatnonzero(buffers.terminated | buffers.truncated)
         if len(ended):
@@ -229,7 +228,7 @@ class MujocoVecEnv(SeededVecEnv):
         step = self._ended if len(ended) else self._running
         return step_to_device(step, self.device) if self._must_copy else step
 
-    def _simulate(self, work: Iterator[tuple[Any, Any, Array, Array]]) -> None:
+    def _simulate(self, work: Iterator[tuple[Any, Any, NumpyArray, NumpyArray]]) -> None:
         """Take environments from an iterator that several threads share, and apply their actions."""
         mj_step, num_substeps = self._mujoco.mj_step, self.task.frame_skip
         mj_forces = self._mujoco.mj_rnePostConstraint if self.task.needs_contact_forces else None
@@ -264,7 +263,7 @@ class MujocoVecEnv(SeededVecEnv):
     def _write_rows(self, rows: NDArray[np.intp]) -> None:
         parts = self.task.observe({name: array[rows] for name, array in self._fields[0][0].items()})
         fresh = map_tree(lambda x: np.empty((len(rows), *x.shape[1:]), x.dtype), self._buffers.obs)
-        _write(fresh, parts)
+        _write_parts(fresh, parts)
         _copy_tree(self._buffers.obs, fresh, rows)
 
     def spawn(self, num_envs: int) -> MujocoVecEnv:
@@ -322,7 +321,7 @@ class MujocoVecEnv(SeededVecEnv):
         if self._has_own_models:
             self._close_camera()
 
-    def _check_state(self, state: Mapping[str, Any], fields: Mapping[str, Array]) -> None:
+    def _check_state(self, state: Mapping[str, Any], fields: Mapping[str, NumpyArray]) -> None:
         name = type(self.task).__name__
         expected = {"physics": self._physics(), "elapsed": self._elapsed}
         found = {key: state.get(key) for key in expected}
@@ -389,14 +388,14 @@ def _make_task(task: str | MujocoTask, options: dict[str, Any]) -> MujocoTask:
         if options:
             raise EnvError(f"Give {sorted(options)} to the task itself: {type(task).__name__}(...).")
         return task
-    if task not in TASKS:
-        hint = did_you_mean(task, TASKS)
-        raise EnvError(f"There is no MuJoCo task {task!r}.{hint} There are {', '.join(TASKS)}.")
-    known = [field.name for field in dataclasses.fields(TASKS[task])]
+    if task not in MUJOCO_TASKS:
+        hint = did_you_mean(task, MUJOCO_TASKS)
+        raise EnvError(f"There is no MuJoCo task {task!r}.{hint} There are {', '.join(MUJOCO_TASKS)}.")
+    known = [field.name for field in dataclasses.fields(MUJOCO_TASKS[task])]
     for name in options:
         if name not in known:
             raise EnvError(f"{task} has no option {name!r}.{did_you_mean(name, known)}")
-    return TASKS[task](**options)
+    return MUJOCO_TASKS[task](**options)
 
 
 def _parts_space(parts: Parts) -> spaces.Box | spaces.Dict:
@@ -405,11 +404,11 @@ def _parts_space(parts: Parts) -> spaces.Box | spaces.Dict:
     return spaces.Box(-np.inf, np.inf, (sum(part.shape[1] for part in parts),), np.float32)
 
 
-def _write(out: Tree, parts: Parts) -> None:
+def _write_parts(out: Tree, parts: Parts) -> None:
     """Write the parts of an observation side by side into ``out``."""
     if isinstance(parts, Mapping):
         for key, part in parts.items():
-            _write(out[key], part)
+            _write_parts(out[key], part)
     else:
         np.concatenate(parts, axis=1, out=out, casting="same_kind")
 

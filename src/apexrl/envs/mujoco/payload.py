@@ -14,7 +14,7 @@ from apexrl.core.errors import ConfigError
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.types import CMD_KEY, OBJECT_KEY, OBS_KEY, OBS_PRIV_KEY
 from apexrl.envs.changes import check_change_step, is_number
-from apexrl.envs.mujoco.tasks import Array, Fields, MujocoTask, Outcome, Parts, asset_path, for_one_robot
+from apexrl.envs.mujoco.tasks import Fields, MujocoTask, NumpyArray, Outcome, Parts, asset_path, for_one_robot
 
 TORSO, PAYLOAD = 1, 8
 """Bodies."""
@@ -239,7 +239,9 @@ class WalkerPayload(MujocoTask):
         data.userdata[1] = rng.integers(1, self.command_period, endpoint=True)
         data.userdata[-FRAME:] = _frame(data.qpos[None], np.zeros((1, model.nu)))[0]
 
-    def change_models(self, models: Sequence[Any], elapsed: Array, generators: Sequence[np.random.Generator]) -> None:
+    def change_models(
+        self, models: Sequence[Any], elapsed: NumpyArray, generators: Sequence[np.random.Generator]
+    ) -> None:
         """Draw one of the physics anew ``change_step`` steps after an episode began."""
         import mujoco
 
@@ -251,7 +253,7 @@ class WalkerPayload(MujocoTask):
             value = getattr(new, self.change) if self.change_to is None else self.change_to
             self.set_physics(models[i], now._replace(**{self.change: value}), scratch=mujoco.MjData(models[i]))
 
-    def remember(self, fields: Fields, action: Array, generators: Sequence[np.random.Generator]) -> Array:
+    def remember(self, fields: Fields, action: NumpyArray, generators: Sequence[np.random.Generator]) -> NumpyArray:
         """Return commands, steps until the next ones, and the frames with the newest."""
         memory = fields["userdata"]
         command, steps_left, frames = memory[:, :1].copy(), memory[:, 1:2] - 1, memory[:, 2:]
@@ -280,7 +282,7 @@ class WalkerPayload(MujocoTask):
             OBS_PRIV_KEY: [np.stack(priv, 1), fields["qvel"][:, :2], fields["qpos"][:, 1:2]],
         }
 
-    def outcome(self, before: Fields, after: Fields, action: Array, dt: Array) -> Outcome:
+    def outcome(self, before: Fields, after: Fields, action: NumpyArray, dt: NumpyArray) -> Outcome:
         """Reward for the commanded speed, less the cost of control; it ends where the Walker falls."""
         qpos, command = after["qpos"], after["userdata"][:, 0]
         error = np.abs((qpos[:, 0] - before["qpos"][:, 0]) / dt - command)
@@ -294,14 +296,14 @@ class WalkerPayload(MujocoTask):
         return Outcome(terms["tracking_reward"] + terms["control_reward"], ~stands, terms)
 
 
-def _frame(qpos: Array, action: Array) -> Array:
+def _frame(qpos: NumpyArray, action: NumpyArray) -> NumpyArray:
     """Pitch, joint angles, action."""
     return np.concatenate((qpos[:, 2:], action), 1)
 
 
-def _scaled(value: Array, low: float, high: float) -> Array:
+def _scaled(value: NumpyArray, low: float, high: float) -> NumpyArray:
     """Map [low, high] to [-1, 1]."""
-    scaled: Array = (2 * value - low - high) / (high - low)
+    scaled: NumpyArray = (2 * value - low - high) / (high - low)
     return scaled
 
 

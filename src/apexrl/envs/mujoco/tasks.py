@@ -18,21 +18,21 @@ from numpy.typing import NDArray
 
 from apexrl.core.metrics import MetricSpec
 
-Array: TypeAlias = NDArray[Any]
-Fields: TypeAlias = Mapping[str, Array]
+NumpyArray: TypeAlias = NDArray[Any]
+Fields: TypeAlias = Mapping[str, NumpyArray]
 """Arrays of ``MjData`` and ``MjModel`` by name, each with the environments as its first dimension."""
-Parts: TypeAlias = Sequence[Array] | Mapping[str, "Parts"]
+Parts: TypeAlias = Sequence[NumpyArray] | Mapping[str, "Parts"]
 """Arrays ``[N, k]`` that make one observation side by side, or groups of these."""
 
 
 class Outcome(NamedTuple):
     """What a step of N environments earned, and which episodes it ended."""
 
-    reward: Array
+    reward: NumpyArray
     """``[N]``"""
-    terminated: Array
+    terminated: NumpyArray
     """``[N]`` bool"""
-    terms: Mapping[str, Array]
+    terms: Mapping[str, NumpyArray]
     """``[N]`` for each of the task's ``terms``."""
 
 
@@ -80,7 +80,7 @@ class MujocoTask(ABC):
         """Return the parts of the observation."""
 
     @abstractmethod
-    def outcome(self, before: Fields, after: Fields, action: Array, dt: Array) -> Outcome:
+    def outcome(self, before: Fields, after: Fields, action: NumpyArray, dt: NumpyArray) -> Outcome:
         """Judge one step.
 
         Args:
@@ -94,7 +94,9 @@ class MujocoTask(ABC):
         """Refuse options that do not fit episodes of this length."""
         return
 
-    def change_models(self, models: Sequence[Any], elapsed: Array, generators: Sequence[np.random.Generator]) -> None:
+    def change_models(
+        self, models: Sequence[Any], elapsed: NumpyArray, generators: Sequence[np.random.Generator]
+    ) -> None:
         """Change models within their episodes, after a step and before it is judged and observed.
 
         Args:
@@ -104,7 +106,9 @@ class MujocoTask(ABC):
         """
         return
 
-    def remember(self, fields: Fields, action: Array, generators: Sequence[np.random.Generator]) -> Array | None:
+    def remember(
+        self, fields: Fields, action: NumpyArray, generators: Sequence[np.random.Generator]
+    ) -> NumpyArray | None:
         """Return what ``data.userdata`` is to hold after a step, ``[N, nuserdata]``, or None to leave it.
 
         A task that changes it has ``userdata`` among its ``data_fields``.
@@ -158,22 +162,22 @@ class _Locomotion(MujocoTask):
         gaussian = self.gaussian_velocity
         data.qvel[:] = scale * rng.standard_normal(model.nv) if gaussian else rng.uniform(-scale, scale, model.nv)
 
-    def _position(self, fields: Fields) -> Array:
+    def _position(self, fields: Fields) -> NumpyArray:
         hidden = self.num_hidden_positions if self.exclude_current_positions_from_observation else 0
         return fields["qpos"][:, hidden:]
 
-    def _control_cost(self, action: Array) -> Array:
-        cost: Array = self.ctrl_cost_weight * np.square(action).sum(1)
+    def _control_cost(self, action: NumpyArray) -> NumpyArray:
+        cost: NumpyArray = self.ctrl_cost_weight * np.square(action).sum(1)
         return cost
 
 
-def _within(value: Array, bounds: tuple[float, float]) -> Array:
-    inside: Array = (bounds[0] < value) & (value < bounds[1])
+def _within(value: NumpyArray, bounds: tuple[float, float]) -> NumpyArray:
+    inside: NumpyArray = (bounds[0] < value) & (value < bounds[1])
     return inside
 
 
-def _forward_velocity(before: Fields, after: Fields, dt: Array) -> Array:
-    velocity: Array = (after["qpos"][:, 0] - before["qpos"][:, 0]) / dt
+def _forward_velocity(before: Fields, after: Fields, dt: NumpyArray) -> NumpyArray:
+    velocity: NumpyArray = (after["qpos"][:, 0] - before["qpos"][:, 0]) / dt
     return velocity
 
 
@@ -192,7 +196,7 @@ class HalfCheetah(_Locomotion):
         """Positions without x, and velocities."""
         return self._position(fields), fields["qvel"]
 
-    def outcome(self, before: Fields, after: Fields, action: Array, dt: Array) -> Outcome:
+    def outcome(self, before: Fields, after: Fields, action: NumpyArray, dt: NumpyArray) -> Outcome:
         """The speed forward, less the cost of control; it never ends."""
         forward = self.forward_reward_weight * _forward_velocity(before, after, dt)
         control = self._control_cost(action)
@@ -216,12 +220,12 @@ class _Upright(_Locomotion):
         """Positions without x, and velocities within ±10."""
         return self._position(fields), fields["qvel"].clip(-10, 10)
 
-    def _is_healthy(self, fields: Fields) -> Array:
+    def _is_healthy(self, fields: Fields) -> NumpyArray:
         z, angle = fields["qpos"][:, 1], fields["qpos"][:, 2]
-        healthy: Array = _within(z, self.healthy_z_range) & _within(angle, self.healthy_angle_range)
+        healthy: NumpyArray = _within(z, self.healthy_z_range) & _within(angle, self.healthy_angle_range)
         return healthy
 
-    def outcome(self, before: Fields, after: Fields, action: Array, dt: Array) -> Outcome:
+    def outcome(self, before: Fields, after: Fields, action: NumpyArray, dt: NumpyArray) -> Outcome:
         """The speed forward and a bonus for staying upright, less the cost of control."""
         healthy = self._is_healthy(after)
         forward = self.forward_reward_weight * _forward_velocity(before, after, dt)
@@ -248,7 +252,7 @@ class Hopper(_Upright):
     healthy_angle_range: tuple[float, float] = (-0.2, 0.2)
     healthy_state_range: tuple[float, float] = (-100.0, 100.0)
 
-    def _is_healthy(self, fields: Fields) -> Array:
+    def _is_healthy(self, fields: Fields) -> NumpyArray:
         healthy = super()._is_healthy(fields)
         healthy &= _within(fields["qpos"][:, 2:], self.healthy_state_range).all(1)
         healthy &= _within(fields["qvel"], self.healthy_state_range).all(1)
@@ -284,7 +288,7 @@ class Ant(_Locomotion):
         forces = fields["cfrc_ext"][:, 1:].clip(*self.contact_force_range)
         return [*state, forces.reshape(len(forces), -1)]
 
-    def outcome(self, before: Fields, after: Fields, action: Array, dt: Array) -> Outcome:
+    def outcome(self, before: Fields, after: Fields, action: NumpyArray, dt: NumpyArray) -> Outcome:
         """The speed of the torso and a bonus for being healthy, less the costs of control and contact."""
         z = after["qpos"][:, 2]
         healthy = np.isfinite(after["qpos"]).all(1) & np.isfinite(after["qvel"]).all(1)
@@ -341,7 +345,7 @@ class Humanoid(_Locomotion):
         ]
         return [part.reshape(len(part), -1) for included, part in parts if included]
 
-    def outcome(self, before: Fields, after: Fields, action: Array, dt: Array) -> Outcome:
+    def outcome(self, before: Fields, after: Fields, action: NumpyArray, dt: NumpyArray) -> Outcome:
         """The speed of the centre of mass and a bonus for staying upright, less the costs of control and contact."""
         healthy = _within(after["qpos"][:, 2], self.healthy_z_range)
         x_velocity = (_mass_center_x(after) - _mass_center_x(before)) / dt
@@ -360,14 +364,14 @@ class Humanoid(_Locomotion):
         return Outcome(reward, ~healthy & self.terminate_when_unhealthy, terms)
 
 
-def _mass_center_x(fields: Fields) -> Array:
+def _mass_center_x(fields: Fields) -> NumpyArray:
     """Σ_b m_b x_b / Σ_b m_b over the bodies."""
     mass = fields["body_mass"]
-    center: Array = np.einsum("nb,nbj->nj", mass, fields["xipos"])[:, 0] / mass.sum(1)
+    center: NumpyArray = np.einsum("nb,nbj->nj", mass, fields["xipos"])[:, 0] / mass.sum(1)
     return center
 
 
-TASKS: dict[str, type[MujocoTask]] = {
+GYMNASIUM_TASKS: dict[str, type[MujocoTask]] = {
     "HalfCheetah-v5": HalfCheetah,
     "Hopper-v5": Hopper,
     "Walker2d-v5": Walker2d,

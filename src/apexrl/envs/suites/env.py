@@ -22,7 +22,7 @@ from apexrl.envs.adapters.gymnasium import as_observation, step_to_device
 from apexrl.envs.base import VecEnv
 from apexrl.envs.display import draw_without_display
 from apexrl.envs.suites.base import InitState, Split, TaskSuite, own_split
-from apexrl.envs.workers.suite_processes import Progress, SuiteWorkers
+from apexrl.envs.workers.suite_processes import SlotProgress, SuiteWorkers
 
 __all__ = ["INSTRUCTION_BYTES", "SuiteVecEnv", "encode_instruction"]
 
@@ -265,7 +265,7 @@ class SuiteVecEnv(VecEnv):
             self._begin(np.flatnonzero(ended & (self._episode >= 0)).tolist())
         return step if self.device.type == "cpu" else step_to_device(step, self.device)
 
-    def _write(self, found: Sequence[Progress]) -> NDArray[np.bool_]:
+    def _write(self, found: Sequence[SlotProgress]) -> NDArray[np.bool_]:
         """Write what a step gave into the buffers and return ``[N]`` whether the episode ended."""
         idle, metric = self._episode < 0, self._metric
         self._lost &= ~idle
@@ -361,9 +361,9 @@ class SuiteVecEnv(VecEnv):
             self._states[task] = self.suite.init_states(task, self.split)
         return self._states[task]
 
-    def _call(self, function: Any, *arguments: Any) -> tuple[list[Progress], list[int]]:
+    def _call(self, function: Any, *arguments: Any) -> tuple[list[SlotProgress], list[int]]:
         try:
-            answer: tuple[list[Progress], list[int]] = function(*arguments)
+            answer: tuple[list[SlotProgress], list[int]] = function(*arguments)
         except EnvError:
             self._was_reset = False  # some environments have stepped, others not
             self._queue = None

@@ -182,7 +182,7 @@ class LiberoSimulator(Simulator):
     ) -> None:
         self._cameras, self._image_size, self._rendering = tuple(cameras), image_size, rendering
         self._painter: Painter | None = None
-        self._task = _make_task(bddl_file, assets)
+        self._task = _make_libero_task(bddl_file, assets)
         # robosuite would read every sensor at every substep; we read the eight numbers that are wanted.
         self._task._observables = {}
         self._task.visualize(dict.fromkeys(self._task._visualizations, False))
@@ -339,7 +339,7 @@ def _find_assets(assets: str | os.PathLike[str] | None) -> Path:
     )
 
 
-def _make_task(bddl_file: str, assets: str) -> Any:
+def _make_libero_task(bddl_file: str, assets: str) -> Any:
     """Make LIBERO's task, with no renderer and never done.
 
     Where it puts its fixtures is random and no part of a state, so the draw is always the same one.
@@ -377,7 +377,7 @@ def _quiet_import() -> Iterator[None]:
     logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
     before = {name: os.environ.get(name) for name in ("LIBERO_CONFIG_PATH", "MUJOCO_GL")}
     if "libero.libero" not in sys.modules:
-        os.environ["LIBERO_CONFIG_PATH"] = _write_config()
+        os.environ["LIBERO_CONFIG_PATH"] = _write_libero_config()
     else:
         os.environ["LIBERO_CONFIG_PATH"] = sys.modules["libero.libero"].libero_config_path
     try:
@@ -390,7 +390,7 @@ def _quiet_import() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _write_config() -> str:
+def _write_libero_config() -> str:
     """Write LIBERO's configuration into a new folder that is removed when the process ends."""
     folder, root = tempfile.mkdtemp(prefix="apexrl-libero-"), _libero_root()
     # Not atexit: worker processes of multiprocessing do not run it.

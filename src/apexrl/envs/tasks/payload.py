@@ -25,7 +25,7 @@ FORCE: Final = 30.0
 """Of the motor at action 1 and gain 1."""
 START_SPEED: Final = 0.5
 """Standard deviation of each component of the first velocity."""
-NOISE: Final = 0.02
+OBSERVATION_NOISE: Final = 0.02
 """Standard deviation of the noise on each observed velocity."""
 NUM_FRAMES: Final = 24
 FRAME_PARTS: Final = {"velocity, m/s": 2, "last action": 2}
@@ -56,7 +56,7 @@ PRIV_LOW: Final = (math.log(MASS_RANGE[0]), 0.0, 0.5, math.log(0.3), 0.0)
 PRIV_HIGH: Final = (math.log(MASS_RANGE[1]), 0.4, 6.0, math.log(2.0), 2.0)
 """The ranges of log mass, friction, drag, log gain and latency, which ``priv`` maps to [-1, 1]."""
 
-SECTIONS: Final = {
+FRAME_SECTIONS: Final = {
     "position": 2,  # nothing depends on it; the picture shows it
     "velocity": 2,
     "command": 2,
@@ -67,7 +67,7 @@ SECTIONS: Final = {
     "frames": NUM_FRAMES * FRAME,  # the newest last
 }
 """The parts of the state and their numbers of columns."""
-SECTION_SIZES: Final = list(SECTIONS.values())
+SECTION_SIZES: Final = list(FRAME_SECTIONS.values())
 
 
 class Payload(TensorTask):
@@ -105,7 +105,7 @@ class Payload(TensorTask):
     """Frames that the group ``policy`` stacks."""
     frame_parts: ClassVar[Mapping[str, int]] = FRAME_PARTS
     """What a frame holds, and how many numbers each part takes."""
-    state_size = sum(SECTIONS.values())
+    state_size = sum(FRAME_SECTIONS.values())
     metrics = (
         MetricSpec("tracking_reward"),
         MetricSpec("smoothness_reward"),
@@ -160,7 +160,7 @@ class Payload(TensorTask):
     @property
     def parameters(self) -> dict[str, Tensor]:
         """The true physics of the running episodes by name, ``[N, 1]`` each: what no observation but ``priv`` tells."""
-        physics = self.state.clone().split(SECTION_SIZES, 1)[list(SECTIONS).index("physics")]
+        physics = self.state.clone().split(SECTION_SIZES, 1)[list(FRAME_SECTIONS).index("physics")]
         return dict(zip(PARAMETERS, physics.split(1, 1), strict=True))
 
     def _draw(self) -> Tensor:
@@ -171,7 +171,7 @@ class Payload(TensorTask):
         still = torch.zeros_like(velocity)
         past = velocity.new_zeros(self.num_envs, (NUM_FRAMES - 1) * FRAME)
         parts = (still, velocity, command, size, physics, still[:, :1], phase.floor())
-        return torch.cat((*parts, past, velocity + NOISE * noise, still), 1)
+        return torch.cat((*parts, past, velocity + OBSERVATION_NOISE * noise, still), 1)
 
     def _draw_noise(self) -> tuple[Tensor, Tensor]:
         # Always all of it, so that episodes with and without a change differ in nothing else.
@@ -216,7 +216,7 @@ class Payload(TensorTask):
         if self.change_step:
             changes = (clock == self.change_step) & self._changes
             physics = torch.where(changes, self._physics(size, new_physics, self._given_later), physics)
-        frame = torch.cat((velocity + NOISE * normal, action), 1)
+        frame = torch.cat((velocity + OBSERVATION_NOISE * normal, action), 1)
         parts = (position + DT * velocity, velocity, command, size, physics, clock, phase, frames[:, FRAME:], frame)
         never = torch.zeros_like(clock, dtype=torch.bool)
         return Transition(torch.cat(parts, 1), tracking + smoothness, never, metric)

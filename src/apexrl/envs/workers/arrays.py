@@ -24,10 +24,10 @@ def map_tree(function: Callable[[Any], Any], tree: Tree) -> Tree:
     return function(tree)
 
 
-def leaves(tree: Tree) -> list[Array]:
+def tree_leaves(tree: Tree) -> list[Array]:
     """Return the arrays of a tree, in the order of its keys."""
     if isinstance(tree, Mapping):
-        return [leaf for key in sorted(tree) for leaf in leaves(tree[key])]
+        return [leaf for key in sorted(tree) for leaf in tree_leaves(tree[key])]
     return [tree]
 
 

@@ -23,7 +23,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from apexrl.envs.workers.arrays import Array, action_layout, decoder, leaves, row_of, writer
+from apexrl.envs.workers.arrays import Array, action_layout, decoder, row_of, tree_leaves, writer
 from apexrl.envs.workers.arrays import Buffers as Buffers
 from apexrl.envs.workers.arrays import Tree as Tree
 from apexrl.envs.workers.arrays import flat_space as flat_space
@@ -272,13 +272,13 @@ class EnvGroup:
                     f"the saved one was a {state['type']}."
                 )
             if self._exact[i]:
-                _load_mujoco(self.simulators[i], state)
+                _restore_mujoco(self.simulators[i], state)
                 self._write_row(i, state["obs"])
             else:
                 self._replay(i, state, longest)
 
     def _write_row(self, i: int, obs: Tree) -> None:
-        for row, saved in zip(leaves(self._rows[i]), leaves(obs), strict=True):
+        for row, saved in zip(tree_leaves(self._rows[i]), tree_leaves(obs), strict=True):
             row[...] = saved
 
     def _replay(self, i: int, state: Mapping[str, Any], longest: int) -> None:
@@ -295,7 +295,7 @@ class EnvGroup:
             self._history[begin + t][i] = actions[t]
             obs = simulator.step(action)[0]
         self._write(self._rows[i], obs)
-        pairs = zip(leaves(self._rows[i]), leaves(state["obs"]), strict=True)
+        pairs = zip(tree_leaves(self._rows[i]), tree_leaves(state["obs"]), strict=True)
         if any(now.tobytes() != saved.tobytes() for now, saved in pairs):
             raise StateError(
                 f"Environment {self.first + i} ({state['type']}) cannot be restored: repeating the "
@@ -373,7 +373,7 @@ def _mujoco_state(simulator: gym.Env[Any, Any]) -> dict[str, Any]:
     }
 
 
-def _load_mujoco(simulator: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:
+def _restore_mujoco(simulator: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:
     import mujoco
 
     simulator.reset()  # tells the wrappers that an episode is running

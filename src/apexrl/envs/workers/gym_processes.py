@@ -39,7 +39,7 @@ class Workers:
         self.memory_fd = _anonymous_file()
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Connection[Any, Any]] = []
-        self.close = weakref.finalize(self, _stop, self.processes, self.connections, self.memory_fd)
+        self.close = weakref.finalize(self, _stop_processes, self.processes, self.connections, self.memory_fd)
         calls = [(cloudpickle.dumps([make_fns[i] for i in envs]), envs[0]) for envs in self.ranges]
         for _ in self.ranges:
             self._start()
@@ -180,7 +180,9 @@ def _anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
-def _stop(processes: list[subprocess.Popen[bytes]], connections: list[Connection[Any, Any]], memory_fd: int) -> None:
+def _stop_processes(
+    processes: list[subprocess.Popen[bytes]], connections: list[Connection[Any, Any]], memory_fd: int
+) -> None:
     """Close the pipes, on which the workers exit by themselves, and kill those that do not."""
     for connection in connections:
         connection.close()

@@ -28,11 +28,11 @@ BEGIN_TIMEOUT = 300.0
 """Seconds a worker may take to start, or to make simulators and put them into their first states."""
 CLOSE_TIMEOUT = 0.7
 """Seconds the workers get to close their simulators before they are killed."""
-MAX_DEATHS = 3
+MAX_PROCESS_DEATHS = 3
 """A worker that dies this often in a row without an answer in between stops the run."""
 
 
-class Progress(NamedTuple):
+class SlotProgress(NamedTuple):
     """What the slots of one worker did; row ``k`` of every array is of ``slots[k]``."""
 
     slots: list[int]
@@ -209,7 +209,7 @@ class SuiteWorkers:
 
     def begin(
         self, slots: Sequence[int], tasks: Sequence[int], states: States, idle: Sequence[int] = ()
-    ) -> tuple[list[Progress], list[int]]:
+    ) -> tuple[list[SlotProgress], list[int]]:
         """Start episodes in some slots; these may take the simulators of slots that idle.
 
         Returns:
@@ -229,12 +229,12 @@ class SuiteWorkers:
             self.created += made
             self.seconds_creating += seconds
             here = [slots[k] for k in rows[worker]]
-            found.append(Progress(here, obs, np.zeros(len(here), np.bool_), np.zeros(len(here), np.int64)))
+            found.append(SlotProgress(here, obs, np.zeros(len(here), np.bool_), np.zeros(len(here), np.int64)))
         return found, [slot for slot, worker in enumerate(self.worker_of) if worker in dead]
 
     def advance(
         self, slots: Sequence[int], actions: NDArray[np.float32], limits: Sequence[int]
-    ) -> tuple[list[Progress], list[int]]:
+    ) -> tuple[list[SlotProgress], list[int]]:
         """Let some slots take a chunk of actions ``[len(slots), chunk, A]``, at most ``limits[k]`` control steps.
 
         Returns:
@@ -255,7 +255,7 @@ class SuiteWorkers:
                     "task.max_cached_envs (%d) allows. Raise it.", self.share,
                 )  # fmt: skip
             here = [slots[k] for k in rows[worker]]
-            found.append(Progress(here, obs, np.array(solved, np.bool_), np.array(taken, np.int64)))
+            found.append(SlotProgress(here, obs, np.array(solved, np.bool_), np.array(taken, np.int64)))
         return found, [slot for slot, worker in enumerate(self.worker_of) if worker in dead]
 
     def picture(self, slot: int) -> NDArray[np.uint8]:
@@ -349,10 +349,10 @@ class SuiteWorkers:
         assert isinstance(worker, ProcessWorker)
         worker.kill()
         self.deaths[index] += 1
-        if self.deaths[index] >= MAX_DEATHS:
+        if self.deaths[index] >= MAX_PROCESS_DEATHS:
             self.close()
             raise EnvError(
-                f"Worker {index} of suite '{self.suite.name}' {what}, {MAX_DEATHS} times in a row. "
+                f"Worker {index} of suite '{self.suite.name}' {what}, {MAX_PROCESS_DEATHS} times in a row. "
                 "Look at what it printed, and at the free memory."
             )
         self.replaced += 1

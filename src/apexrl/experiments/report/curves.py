@@ -13,8 +13,8 @@ from apexrl.core.functional.intervals import mean_interval, wilson_interval
 from apexrl.experiments.report.runs import Group, Run, last
 from apexrl.run.records import LARGEST, Estimate, is_rate
 
-Array = NDArray[np.float64]
-Points = tuple[Array, Array]
+FloatArray = NDArray[np.float64]
+Points = tuple[FloatArray, FloatArray]
 """Places on the axis and values, both ``[P]``."""
 Axis = Literal["total_steps", "iteration"]
 
@@ -27,7 +27,7 @@ class Curve:
     """Of every run that knows it."""
     mean: Points
     """Over the runs, as far as all of them go."""
-    interval: tuple[Array, Array] | None
+    interval: tuple[FloatArray, FloatArray] | None
     """Lower and upper bound of the mean; None for one run."""
 
 
@@ -53,7 +53,7 @@ def _logged(run: Run, name: str, axis: Axis) -> Points:
 
 def evaluation_curve(group: Group, name: str, axis: Axis) -> Curve:
     """Return the evaluations of an episode field; for one run with the intervals that were recorded."""
-    found = [entries for run in group.runs if (entries := _evaluated(run, name, axis))]
+    found = [entries for run in group.runs if (entries := _estimates(run, name, axis))]
     means = [np.array([entry.mean for entry in entries.values()]) for entries in found]
     points = [(np.array(list(entries), float), mean) for entries, mean in zip(found, means, strict=True)]
     curve = summarize(points, is_rate(name))
@@ -63,7 +63,7 @@ def evaluation_curve(group: Group, name: str, axis: Axis) -> Curve:
     return replace(curve, interval=(low, high))
 
 
-def _evaluated(run: Run, name: str, axis: Axis) -> dict[int, Estimate]:
+def _estimates(run: Run, name: str, axis: Axis) -> dict[int, Estimate]:
     """Return place -> estimate; of two evaluations at one place the later, which has more episodes."""
     known = [entry for entry in run.evaluations if name in entry.fields]
     places = {entry.step if axis == "total_steps" else entry.iteration: entry.fields[name] for entry in known}
@@ -92,10 +92,10 @@ def summarize(runs: Sequence[Points], is_rate: bool = False) -> Curve:
     longest = max((places for places, _ in runs), key=len)
     grid = np.unique(np.clip(longest, begin, end))
     table = np.stack([np.interp(grid, places, values) for places, values in runs])
-    return Curve(list(runs), (grid, table.mean(0)), _interval(table, is_rate))
+    return Curve(list(runs), (grid, table.mean(0)), _pointwise_interval(table, is_rate))
 
 
-def _interval(table: Array, is_rate: bool) -> tuple[Array, Array]:
+def _pointwise_interval(table: FloatArray, is_rate: bool) -> tuple[FloatArray, FloatArray]:
     """Return the 95 % interval of the mean over the runs of ``[S, P]``."""
     low, high = mean_interval(table)
     return (np.maximum(low, 0.0), np.minimum(high, 1.0)) if is_rate else (low, high)
@@ -112,7 +112,7 @@ def final_estimate(group: Group, name: str) -> Estimate | None:
     if len(known) < 2:
         return known[0] if known else None
     means = np.array([[entry.mean] for entry in known])
-    low, high = _interval(means, is_rate(name))
+    low, high = _pointwise_interval(means, is_rate(name))
     return Estimate(float(means.mean()), float(low[0]), float(high[0]))
 
 

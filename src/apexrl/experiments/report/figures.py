@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from apexrl.experiments.report.curves import (
-    Array,
     Axis,
     Curve,
+    FloatArray,
     evaluation_curve,
     task_estimates,
     time_spent,
@@ -89,13 +89,13 @@ def tasks(groups: Sequence[Group]) -> Figure | None:
         data.append({
             "type": "bar", "orientation": "h", "meta": {"group": index, "role": "bar"}, "name": escape(group.name),
             "y": [escape(name) for name in known],
-            "x": _short([rate.mean for rate, _ in entries]),
+            "x": _six_digits([rate.mean for rate, _ in entries]),
             "error_x": {
                 "type": "data", "symmetric": False,
-                "array": _short([max(0.0, rate.high - rate.mean) for rate, _ in entries]),
-                "arrayminus": _short([max(0.0, rate.mean - rate.low) for rate, _ in entries]),
+                "array": _six_digits([max(0.0, rate.high - rate.mean) for rate, _ in entries]),
+                "arrayminus": _six_digits([max(0.0, rate.mean - rate.low) for rate, _ in entries]),
             },
-            "customdata": [[_short([rate.low])[0], _short([rate.high])[0], count] for rate, count in entries],
+            "customdata": [[_six_digits([rate.low])[0], _six_digits([rate.high])[0], count] for rate, count in entries],
             "hovertemplate": "%{y}: %{x:.1%} [%{customdata[0]:.1%}, %{customdata[1]:.1%}], %{customdata[2]} episodes",
         })  # fmt: skip
     height = 90 + len(names) * (14 + 16 * len(data))
@@ -123,7 +123,9 @@ def mastery(run: Run, group: int) -> Figure:
     data = {
         "type": "heatmap", "meta": {"group": group, "role": "heat"}, "x0": 1, "ygap": 2, "zmin": 0, "zmax": 1,
         "y": [escape(name) for name in names],
-        "z": [[_short([rate])[0] for rate, _ in rows[name]] + [None] * (width - len(rows[name])) for name in names],
+        "z": [
+            [_six_digits([rate])[0] for rate, _ in rows[name]] + [None] * (width - len(rows[name])) for name in names
+        ],
         "customdata": [
             [detail for _, detail in rows[name]] + [["", 0, 0, 0]] * (width - len(rows[name])) for name in names
         ],
@@ -155,7 +157,7 @@ def time_shares(groups: Sequence[Group]) -> Figure | None:
     parts = {"rollouts": list(shares.values()), "updates": [1 - share for share in shares.values()]}
     data = [
         {
-            "type": "bar", "orientation": "h", "name": name, "y": list(shares), "x": _short(values),
+            "type": "bar", "orientation": "h", "name": name, "y": list(shares), "x": _six_digits(values),
             "meta": {"role": f"part{index}"}, "text": [f"{name} {value:.0%}" for value in values],
             "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
             "hovertemplate": "%{x:.1%}",
@@ -177,12 +179,12 @@ def escape(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def _line(places: Array, values: Array, group: int, role: str) -> dict[str, Any]:
+def _line(places: FloatArray, values: FloatArray, group: int, role: str) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines" if len(places) > 1 else "markers",
-        "x": _short(places),
-        "y": _short(values),
+        "x": _six_digits(places),
+        "y": _six_digits(values),
         "meta": {"group": group, "role": role},
         "hoverinfo": "skip",
     }
@@ -201,7 +203,12 @@ def _points(curve: Curve, group: int) -> dict[str, Any]:
     if curve.interval is not None:
         (low, high), mean = curve.interval, curve.mean[1]
         above, below = np.maximum(high - mean, 0.0), np.maximum(mean - low, 0.0)
-        points["error_y"] = {"type": "data", "symmetric": False, "array": _short(above), "arrayminus": _short(below)}
+        points["error_y"] = {
+            "type": "data",
+            "symmetric": False,
+            "array": _six_digits(above),
+            "arrayminus": _six_digits(below),
+        }
     return points
 
 
@@ -209,12 +216,12 @@ def _hover(name: str, curve: Curve, is_rate: bool) -> dict[str, Any]:
     form = ".1%" if is_rate else ".4~g"
     text: dict[str, Any] = {"name": escape(name), "hoverinfo": "all", "hovertemplate": f"%{{y:{form}}}"}
     if curve.interval is not None:
-        low, high = (_short(bound) for bound in curve.interval)
+        low, high = (_six_digits(bound) for bound in curve.interval)
         text["customdata"] = list(map(list, zip(low, high, strict=True)))
         text["hovertemplate"] += f" [%{{customdata[0]:{form}}}, %{{customdata[1]:{form}}}]"
     return text
 
 
-def _short(values: Iterable[float]) -> list[float]:
+def _six_digits(values: Iterable[float]) -> list[float]:
     """Six digits are more than a plot shows, and keep the page small."""
     return [float(f"{value:.6g}") for value in values]

@@ -19,7 +19,7 @@ from apexrl.core.system.provenance import provenance
 from apexrl.experiments.report import figures
 from apexrl.experiments.report.curves import Time, common_axis, final_estimate, time_spent
 from apexrl.experiments.report.runs import REPEAT, Group, PinnedResult, Run, find_runs, group_runs, read_run
-from apexrl.run.records import Evaluation
+from apexrl.run.records import LoggedEvaluation
 
 MAX_VIDEO_BYTES = 20 * 2**20
 """A larger file is named instead of shown."""
@@ -27,14 +27,14 @@ HEIGHT = 290
 """Of a plot that does not say how high it is, in pixels."""
 NUM_COLORS = 8
 DASHES = ("none", "7 3", "2 2.5", "9 3 2 3")
-FIELDS = {
+PAGE_FIELDS = {
     "success_once": ("Success", "rate"),
     "success_at_end": ("Success at the end", "rate"),
     "return": ("Return", "number"),
     "episode_len": ("Episode length", "number"),
 }
 """Episode field -> its column in the table of results, and how it is shown."""
-SECTIONS = {
+PAGE_SECTIONS = {
     "results": "Results",
     "curves": "Curves",
     "tasks": "Tasks",
@@ -113,14 +113,19 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
     has_states = any(
         group.config.get("algo.name") == "rloo" or run.init_states for group in groups for run in group.runs
     )
-    fields = [name for name in FIELDS if any(name in entry.fields for run in runs for entry in run.evaluations[-1:])]
+    fields = [
+        name for name in PAGE_FIELDS if any(name in entry.fields for run in runs for entry in run.evaluations[-1:])
+    ]
     content: dict[str, Any] = {
-        "title": names if len(names) <= 60 else _count(len(groups), "configuration"),
+        "title": names if len(names) <= 60 else _plural(len(groups), "configuration"),
         "lead": _lead(groups),
-        "groups": [_group(group, index, fields) for index, group in enumerate(groups)],
-        "fields": [{"name": name, "title": FIELDS[name][0], "form": FIELDS[name][1]} for name in fields],
+        "groups": [_group_entry(group, index, fields) for index, group in enumerate(groups)],
+        "fields": [{"name": name, "title": PAGE_FIELDS[name][0], "form": PAGE_FIELDS[name][1]} for name in fields],
         "pinned": [
-            _pinned(result, index) for index, group in enumerate(groups) for run in group.runs for result in run.pinned
+            _pinned_entry(result, index)
+            for index, group in enumerate(groups)
+            for run in group.runs
+            for result in run.pinned
         ],
         "notes": [*_few_seeds(groups), *((str(run.path), note) for run in runs for note in run.notes)],
         "panels": [plots.add(title, figure) for title, figure in figures.main_panels(groups, axis).items()],
@@ -143,7 +148,7 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
         "versions": _versions(runs),
     }
     left_out = {name for name, key in (("tasks", "tasks"), ("init-states", "maps")) if content[key] is None}
-    content["sections"] = [(name, title) for name, title in SECTIONS.items() if name not in left_out]
+    content["sections"] = [(name, title) for name, title in PAGE_SECTIONS.items() if name not in left_out]
     styles = [{"color": group["color"], "dash": group["dash"]} for group in content["groups"]]
     content["data"] = {"groups": styles, "figures": plots.figures}
     return content
@@ -181,7 +186,8 @@ def differences(groups: Sequence[Group]) -> list[tuple[str, list[str | None]]]:
     """Return the fields in which configurations differ, with the value of each; None where it has no such field."""
     names = dict.fromkeys(name for group in groups for name in group.config)
     table = [
-        (name, [_plain(group.config[name]) if name in group.config else None for group in groups]) for name in names
+        (name, [_null_or_text(group.config[name]) if name in group.config else None for group in groups])
+        for name in names
     ]
     return [(name, values) for name, values in table if len(set(values)) > 1]
 
@@ -206,13 +212,13 @@ def duration(seconds: float | None) -> str:
 def _lead(groups: Sequence[Group]) -> str:
     num_runs = sum(len(group.runs) for group in groups)
     tasks = dict.fromkeys(_task(group) for group in groups)
-    text = _count(num_runs, "run")
+    text = _plural(num_runs, "run")
     if len(groups) > 1 or num_runs > 1:
-        text += f" of {_count(len(groups), 'configuration')}"
+        text += f" of {_plural(len(groups), 'configuration')}"
     return f"{text} on {', '.join(tasks)}."
 
 
-def _count(number: int, thing: str) -> str:
+def _plural(number: int, thing: str) -> str:
     return f"{number} {thing}{'s' if number > 1 else ''}"
 
 
@@ -220,7 +226,7 @@ def _task(group: Group) -> str:
     return str(group.config.get("task.benchmark_name") or group.config.get("task.id") or "an unknown task")
 
 
-def _group(group: Group, index: int, fields: Sequence[str]) -> dict[str, Any]:
+def _group_entry(group: Group, index: int, fields: Sequence[str]) -> dict[str, Any]:
     finals = [run.evaluations[-1] for run in group.runs if run.evaluations]
     times = [spent.seconds for run in group.runs if (spent := time_spent(run)) and spent.seconds is not None]
     return {
@@ -234,14 +240,14 @@ def _group(group: Group, index: int, fields: Sequence[str]) -> dict[str, Any]:
         "episodes": _amount([final.episodes for final in finals]),
         "time": duration(sum(times) / len(times) if times else None),
         "estimates": {name: final_estimate(group, name) for name in fields},
-        "runs": [_run(run, fields) for run in group.runs],
+        "runs": [_run_entry(run, fields) for run in group.runs],
         "config": group.runs[0].config_text if group.runs[0].config else "",
         "commands": "\n".join(_commands(group)),
     }
 
 
-def _run(run: Run, fields: Sequence[str]) -> dict[str, Any]:
-    final: Evaluation | None = run.evaluations[-1] if run.evaluations else None
+def _run_entry(run: Run, fields: Sequence[str]) -> dict[str, Any]:
+    final: LoggedEvaluation | None = run.evaluations[-1] if run.evaluations else None
     spent = time_spent(run)
     return {
         "label": run.name if run.seed is None else f"seed {run.seed}",
@@ -252,12 +258,12 @@ def _run(run: Run, fields: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _pinned(result: PinnedResult, group: int) -> dict[str, Any]:
+def _pinned_entry(result: PinnedResult, group: int) -> dict[str, Any]:
     return {
         "group": group,
         "file": str(result.file),
         "hash": result.manifest_hash[:16],
-        "estimates": {name: result.evaluation.fields.get(name) for name in FIELDS},
+        "estimates": {name: result.evaluation.fields.get(name) for name in PAGE_FIELDS},
         "episodes": result.evaluation.episodes,
     }
 
@@ -292,7 +298,7 @@ def _maps(groups: Sequence[Group], plots: _Plots) -> list[dict[str, Any]]:
             outcomes = [entry["outcomes"] for entry in run.init_states.values() if entry["outcomes"]]
             if not outcomes:
                 continue
-            text = _count(len(outcomes), "state")
+            text = _plural(len(outcomes), "state")
             if isinstance(needed, int):
                 mastered = sum(len(last) >= needed and all(last[-needed:]) for last in outcomes)
                 text = f"{mastered} of {text} mastered (the last {needed} rollouts succeeded)"
@@ -344,5 +350,5 @@ def _versions(runs: Sequence[Run]) -> list[tuple[str, str]]:
     return [*rows, ("this page", ", ".join(f"{name} {version}" for name, version in versions.items()))]
 
 
-def _plain(value: Any) -> str:
+def _null_or_text(value: Any) -> str:
     return "null" if value is None else str(value)

@@ -18,14 +18,14 @@ from apexrl.collectors.init_states import read_statistics
 from apexrl.core.errors import ConfigError, RunDirError
 from apexrl.core.system.provenance import STARTS
 from apexrl.run.loading import read_config
-from apexrl.run.records import Damage, Evaluation, Start, evaluation, read_lines, read_log, starts
-from apexrl.run.suite import FINAL_RESULTS, METRICS, ROLLOUT_STATS
+from apexrl.run.records import Damage, LoggedEvaluation, Start, evaluation, read_lines, read_log, starts
+from apexrl.run.suite import FINAL_RESULTS, METRICS_FILE, ROLLOUT_STATS
 
 SEED = "training.seed"
 REPEAT = "Repeat it"
 """Title of the part that says how a run can be repeated."""
 _RUN_FILES = ("config.yaml", "metrics.jsonl")
-_OWN_JSON = (METRICS, FINAL_RESULTS, ROLLOUT_STATS)
+_OWN_JSON = (METRICS_FILE, FINAL_RESULTS, ROLLOUT_STATS)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class PinnedResult:
 
     file: Path
     manifest_hash: str
-    evaluation: Evaluation
+    evaluation: LoggedEvaluation
     command: str
 
 
@@ -49,7 +49,7 @@ class Run:
     config_text: str
     columns: dict[str, NDArray[np.float64]]
     """Name in ``metrics.jsonl`` -> one value a line, NaN where a line does not have it."""
-    evaluations: list[Evaluation]
+    evaluations: list[LoggedEvaluation]
     pinned: list[PinnedResult]
     init_states: dict[str, dict[str, Any]]
     """Hash of an init state -> its task, outcomes and skips."""
@@ -139,7 +139,7 @@ def read_run(path: Path) -> Run:
     damage = Damage(path / STARTS)
     started = read_lines(damage.file, notes)
     begun = starts(started, damage)
-    notes += damage.notes() + _changes(begun)
+    notes += damage.notes() + _changed_starts(begun)
     results = _read_results(path)
     videos = sorted(file for file in path.glob("*.mp4") if file.is_file() and not file.name.endswith(".part.mp4"))
     if not log.columns:
@@ -241,7 +241,7 @@ def _read_init_states(path: Path, config: Mapping[str, Any], notes: list[str]) -
     return {}
 
 
-def _changes(begun: Sequence[Start]) -> list[str]:
+def _changed_starts(begun: Sequence[Start]) -> list[str]:
     """Return a sentence about every start that differs from the one before."""
     notes = []
     for before, after in pairwise(begun):

@@ -15,7 +15,7 @@ from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import CMD_KEY, OBJECT_KEY, OBS_KEY, OBS_PRIV_KEY, EnvStep, Observation
 from apexrl.envs import check_env, make_env
 from apexrl.envs.tasks import Payload
-from apexrl.envs.tasks.payload import PARAMETERS, SECTION_SIZES, SECTIONS
+from apexrl.envs.tasks.payload import FRAME_SECTIONS, PARAMETERS, SECTION_SIZES
 
 EVEN = {"mass": 3.0, "friction": 0.2, "drag": 2.0, "gain": 0.5, "latency": 0}
 
@@ -23,7 +23,7 @@ EVEN = {"mass": 3.0, "friction": 0.2, "drag": 2.0, "gain": 0.5, "latency": 0}
 def section(task: Payload, name: str) -> Tensor:
     """A view of one part of the state."""
     parts: tuple[Tensor, ...] = task.state.split(SECTION_SIZES, 1)
-    return parts[list(SECTIONS).index(name)]
+    return parts[list(FRAME_SECTIONS).index(name)]
 
 
 def group(obs: Observation | None, name: str) -> Tensor:
