@@ -88,7 +88,7 @@ def test_step_1_without_dynamic_sampling_every_batch_gives_a_training_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Every rollout fails: filtered by batches, nothing would be left.
-    preset = resources.files("apexrl") / "presets" / "stage11_ript_vla.yaml"
+    preset = resources.files("apexrl.run") / "presets" / "stage11_ript_vla.yaml"
     values = {
         **RLOO,
         **FAILING,
@@ -115,7 +115,7 @@ def test_step_1_without_dynamic_sampling_every_batch_gives_a_training_step(
 def test_step_1_the_documents_command_learns_from_demonstrations_that_it_records(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    preset = resources.files("apexrl") / "presets" / "stage11_ript_vla.yaml"
+    preset = resources.files("apexrl.run") / "presets" / "stage11_ript_vla.yaml"
     config = load_config(str(preset))
     assert (config.policy.kind, config.task.num_envs) == ("vla", 32)
     assert isinstance(config.task, SuiteConfig)

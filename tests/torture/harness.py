@@ -13,11 +13,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import apexrl.suite_run
 import torch
 from tests.contract.test_resume import LIFT, ROA, SAC, options
 from tests.torture import faults
 
+import apexrl.run.suite
 from apexrl.agent import checkpoint
 from apexrl.core.errors import CheckpointError
 from apexrl.core.system.json_lines import read_json_lines

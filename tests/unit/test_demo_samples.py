@@ -66,7 +66,7 @@ def test_files_with_actions_of_different_sizes_are_refused(tmp_path: Path) -> No
 PEAK = """
 import sys
 import gymnasium as gym, numpy as np
-from apexrl.demo_samples import load_demos
+from apexrl.collectors.demonstrations.samples import load_demos
 
 def peak():  # unlike getrusage, it begins anew with this process
     lines = open("/proc/self/status").read().splitlines()

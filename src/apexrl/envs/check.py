@@ -1,7 +1,6 @@
 """Tries an environment against the rules of ``VecEnv`` and says which it breaks.
 
-It lies below ``rollout``, which it therefore cannot use: this is the one other place that steps an environment. It
-calls it ``subject``.
+It steps the environment that it checks; to act in one is the business of ``rollout`` alone.
 """
 
 from __future__ import annotations
@@ -169,15 +168,15 @@ class _Check:
 
     def run(self, seed: int, actions: Sequence[Tensor]) -> list[list[Tensor]]:
         """Take the steps, check each, and return copies of what came back."""
-        subject = self.env
-        self.length = torch.zeros(subject.num_envs, dtype=torch.int64)
-        self.lengths = [[] for _ in range(subject.num_envs)]
-        obs = subject.reset(seed)
+        env = self.env
+        self.length = torch.zeros(env.num_envs, dtype=torch.int64)
+        self.lengths = [[] for _ in range(env.num_envs)]
+        obs = env.reset(seed)
         self.observation(obs, "reset", "observation")
         trace = [_copy(obs)]
         for action in actions:
             given = action.clone()
-            step = subject.step(action)
+            step = env.step(action)
             if not torch.equal(action, given):
                 self.add("step changed the action tensor that it was given.")
                 action.copy_(given)
@@ -307,8 +306,8 @@ class _Check:
 
     def restores(self, actions: Sequence[Tensor]) -> None:
         """Save, go on, go back, and go on again."""
-        subject = self.env
-        state = subject.state_dict()
+        env = self.env
+        state = env.state_dict()
         if state is None:
             return
         file = io.BytesIO()
@@ -318,25 +317,25 @@ class _Check:
             torch.load(file, weights_only=True)
         except Exception as error:
             self.add(f"state_dict holds what torch.load(weights_only=True) refuses: {error}")
-        trace = [_copy_step(subject.step(action)) for action in actions]
+        trace = [_copy_step(env.step(action)) for action in actions]
         try:
-            subject.load_state_dict(state)
+            env.load_state_dict(state)
         except Exception as error:
             self.add(f"load_state_dict refused what state_dict gave: {error}")
             return
-        again = [_copy_step(subject.step(action)) for action in actions]
+        again = [_copy_step(env.step(action)) for action in actions]
         if not all(_same(a, b) for a, b in zip(trace, again, strict=True)):
             self.add("After load_state_dict the same actions gave another result than before.")
 
     def own_seeds(self, seed: int, actions: Sequence[Tensor]) -> None:
         """Start episodes from their own seeds, and again in the reverse order."""
-        subject = self.env
-        if not isinstance(subject, SeededVecEnv):
+        env = self.env
+        if not isinstance(env, SeededVecEnv):
             return
-        seeds = range(seed, seed + subject.num_envs)
-        trace = [_copy(subject.reset_each(seeds)), *(_copy_step(subject.step(action)) for action in actions)]
-        again = [_copy(subject.reset_each(seeds[::-1]))]
-        again += [_copy_step(subject.step(action.flip(0))) for action in actions]
+        seeds = range(seed, seed + env.num_envs)
+        trace = [_copy(env.reset_each(seeds)), *(_copy_step(env.step(action)) for action in actions)]
+        again = [_copy(env.reset_each(seeds[::-1]))]
+        again += [_copy_step(env.step(action.flip(0))) for action in actions]
         if not all(_same(a, [x.flip(0) for x in b]) for a, b in zip(trace, again, strict=True)):
             self.add("The same seed of reset_each and actions gave another result in another environment.")
 

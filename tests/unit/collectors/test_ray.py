@@ -352,7 +352,7 @@ def test_what_an_environment_raises_reaches_the_caller_every_time() -> None:
 def test_workers_that_die_or_hang_again_and_again_end_the_run(
     monkeypatch: pytest.MonkeyPatch, action: float, timeout: float, named: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(ray_workers, "MAX_DEATHS", 2)
+    monkeypatch.setattr(ray_workers, "MAX_LOST_ACTORS", 2)
     messages: list[str] = []
     options: dict[str, Any] = {"rollout_timeout": timeout, "on_message": messages.append}
     with RayCollector(CountingEnv, NumberPolicy(action), num_workers=1, **options) as collector:

@@ -127,7 +127,8 @@ def share(amount: int, name: str) -> int:
     """
     if amount % world_size():
         raise ConfigError(
-            f"{name} is {amount}, which {world_size()} processes cannot share equally; use a multiple of {world_size()}."
+            f"{name} is {amount}, which {world_size()} processes cannot share equally; use a multiple of "
+            f"{world_size()}."
         )
     return amount // world_size()
 
