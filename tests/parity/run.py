@@ -30,7 +30,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 RENAMES: tuple[tuple[str, str], ...] = ()
 """Regular expressions and what takes their place, for the paths of BASE's tensors and metrics."""
-LEFT_OUT = re.compile(r"(^|/)(config|recipe|format|versions?)(/|$)|^metrics/\d+/(time/|.*_per_second$)")
+LEFT_OUT = re.compile(r"(^|/)(config|recipe|format|versions?)(/|$)|^metrics/\d+/(time/|.*(_per_second$|/seconds))")
 COMMON = (
     "--training.device cpu --training.num_threads 1 --training.final_eval_episodes 0 --logging.tensorboard false "
     "--features.save_video false --features.save_plot false --features.compile false"

@@ -2,6 +2,9 @@
 
 import ast
 import re
+import subprocess
+import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -49,9 +52,6 @@ def test_the_two_lists_of_public_names_agree() -> None:
 
 
 def test_the_help_does_not_wait_for_pytorch() -> None:
-    import subprocess
-    import sys
-
     code = (
         "import contextlib, sys, apexrl.cli\n"
         "with contextlib.suppress(SystemExit):\n    apexrl.cli.main(['--help'])\n"
@@ -62,9 +62,29 @@ def test_the_help_does_not_wait_for_pytorch() -> None:
 
 
 def test_training_needs_none_of_the_extras() -> None:
-    import subprocess
-    import sys
-
     extras = ("mujoco", "pygame", "gymnasium_robotics", "metaworld", "h5py", "wandb", "ray", "onnx", "plotly", "optuna")
     code = f"import sys\nsys.modules.update(dict.fromkeys({extras}))\nimport apexrl.run.directory"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_package_has_twelve_entries_and_as_many_layers_as_packages_stand_above_each_other() -> None:
+    entries = {path.stem for path in PACKAGE.iterdir()} - {"__init__", "__pycache__", "py"}
+    assert len(entries) <= 12, sorted(entries)
+    contract = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][
+        0
+    ]
+    assert {name.removeprefix("apexrl.") for line in contract["layers"] for name in line.split(" | ")} == entries
+
+
+def test_workers_start_without_pytorch() -> None:
+    code = (
+        "import sys, apexrl.envs.workers, apexrl.envs.workers.gym_group, apexrl.envs.workers.suite_group\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tests_survive_a_move() -> None:
+    assert ties_to_the_layout().total() <= 40, ties_to_the_layout()
+    wordings = sum(path.read_text().count("match=") for path in TESTS.rglob("*.py") if path != Path(__file__))
+    assert wordings <= 60

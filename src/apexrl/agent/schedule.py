@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from apexrl.core.errors import ConfigError
+from apexrl.core.errors import requirement
 from apexrl.core.system import distributed
 from apexrl.core.system.seeding import ENV, spawn_seed
 
@@ -55,20 +55,17 @@ class TrainingConfig:
     """Episodes of the evaluation at the end; 0 skips it."""
 
     def __post_init__(self) -> None:
+        require = requirement(self, "training")
         for name in ("total_timesteps", "num_collectors", "eval_episodes", "eval_num_envs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"training.{name} must be at least 1, got {getattr(self, name)}.")
+            require(name, getattr(self, name) >= 1, "must be at least 1")
         for name in (
             "num_train_steps", "seed", "num_threads", "max_staleness", "save_interval", "keep_checkpoints",
             "eval_interval", "final_eval_episodes",
         ):  # fmt: skip
-            if getattr(self, name) < 0:
-                raise ConfigError(f"training.{name} must not be negative, got {getattr(self, name)}.")
-        if self.step_timeout <= 0:
-            raise ConfigError(f"training.step_timeout must be positive, got {self.step_timeout}.")
+            require(name, getattr(self, name) >= 0, "must not be negative")
+        require("step_timeout", self.step_timeout > 0, "must be positive")
         for name, most in (("seed", 2**31), ("num_threads", 1024)):
-            if getattr(self, name) > most:
-                raise ConfigError(f"training.{name} must be at most {most}, got {getattr(self, name)}.")
+            require(name, getattr(self, name) <= most, f"must be at most {most}")
 
 
 def env_seed(seed: int, total_steps: int = 0) -> int:

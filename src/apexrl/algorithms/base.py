@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.algorithms.optimizer import FlatAdam
-from apexrl.core.errors import ConfigError, DivergenceError, did_you_mean
+from apexrl.core.errors import ConfigError, DivergenceError, did_you_mean, requirement
 from apexrl.core.system import distributed
 from apexrl.core.types import (
     ACTION,
@@ -239,8 +239,11 @@ class UpdateStats:
         return dict(zip(self.names, means.unbind(), strict=True))
 
 
-def check_types(config: Any, section: str) -> None:
-    """Check what a configuration made in Python holds, as the command line does.
+def checker(config: Any, section: str) -> Callable[[str, bool, str], None]:
+    """Check the types that a configuration made in Python holds, as the command line does.
+
+    Returns:
+        ``require(name, ok, rule)`` of ``requirement``, for the rules of its values.
 
     Raises:
         ConfigError: names the first field whose value is not one of its choices, or not a number where one is needed.
@@ -261,6 +264,7 @@ def check_types(config: Any, section: str) -> None:
             hint = ""
         if not ok:
             raise ConfigError(f"{section}.{entry.name} {rule}, got {value!r}.{hint}")
+    return requirement(config, section)
 
 
 def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.algorithms.base import BaseAlgorithm, UpdateStats, check_types
+from apexrl.algorithms.base import BaseAlgorithm, UpdateStats, checker
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.core.errors import ConfigError
 from apexrl.core.observations import leaves
@@ -61,11 +61,7 @@ class BCConfig:
     """Adam's ε."""
 
     def __post_init__(self) -> None:
-        def require(name: str, ok: bool, rule: str) -> None:
-            if not ok:
-                raise ConfigError(f"algo.{name} {rule}, got {getattr(self, name)}.")
-
-        check_types(self, "algo")
+        require = checker(self, "algo")
         for name in ("num_updates", "batch_size"):
             require(name, getattr(self, name) >= 1, "must be at least 1")
         size = self.micro_batch_size

@@ -16,7 +16,7 @@ from apexrl.algorithms.base import (
     BaseAlgorithm,
     UpdateStats,
     check_source,
-    check_types,
+    checker,
     find_device,
 )
 from apexrl.algorithms.minibatches import bounds
@@ -106,11 +106,7 @@ class PPOConfig:
     learning_rate_bounds: ClassVar[tuple[float, float]] = (1e-5, 1e-2)
 
     def __post_init__(self) -> None:
-        def require(name: str, ok: bool, rule: str) -> None:
-            if not ok:
-                raise ConfigError(f"algo.{name} {rule}, got {getattr(self, name)}.")
-
-        check_types(self, "algo")
+        require = checker(self, "algo")
         for name in ("num_steps", "num_epochs", "num_minibatches"):
             require(name, getattr(self, name) >= 1, "must be at least 1")
         for name in ("learning_rate", "desired_kl", "max_grad_norm", "adam_eps", "reward_scale", "final_std"):

@@ -17,7 +17,7 @@ from apexrl.algorithms.base import UpdateStats
 from apexrl.algorithms.minibatches import bounds
 from apexrl.algorithms.optimizer import FlatAdam, flatten
 from apexrl.algorithms.ppo import PPO, PPOConfig
-from apexrl.core.errors import ConfigError
+from apexrl.core.errors import ConfigError, requirement
 from apexrl.core.system.acceleration import Acceleration, Compiled
 from apexrl.core.types import NEXT_OBSERVATION, NEXT_VALUE, OBS_KEY, OBSERVATION, VALUE, Carry, Observation
 from apexrl.envs import VecEnv
@@ -56,17 +56,14 @@ class PPOROAConfig(PPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require = requirement(self, "algo")
         for name in ("adapt_epochs", "adapt_minibatches", "min_frames"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"algo.{name} must be at least 1, got {getattr(self, name)}.")
+            require(name, getattr(self, name) >= 1, "must be at least 1")
         for name in ("adapt_learning_rate", "finetune_learning_rate", "finetune_target_kl"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"algo.{name} must be positive, got {getattr(self, name)}.")
+            require(name, getattr(self, name) > 0, "must be positive")
         for name in ("train_share", "ema_tau"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"algo.{name} must lie in (0, 1], got {getattr(self, name)}.")
-        if self.encoder_penalty < 0:
-            raise ConfigError(f"algo.encoder_penalty must not be negative, got {self.encoder_penalty}.")
+            require(name, 0 < getattr(self, name) <= 1, "must lie in (0, 1]")
+        require("encoder_penalty", self.encoder_penalty >= 0, "must not be negative")
 
     def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
         """Raise when rollouts of this many environments cannot be cut into the wanted minibatches."""

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, BaseAlgorithm, UpdateStats, check_types
+from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, BaseAlgorithm, UpdateStats, checker
 from apexrl.algorithms.bc import imitation_error
 from apexrl.algorithms.collapse import CollapseGuard
 from apexrl.algorithms.minibatches import bounds
@@ -119,11 +119,7 @@ class RLOOConfig:
     """Times that groups are run for one batch; then training goes on with the mixed ones that were found."""
 
     def __post_init__(self) -> None:
-        def require(name: str, ok: bool, rule: str) -> None:
-            if not ok:
-                raise ConfigError(f"algo.{name} {rule}, got {getattr(self, name)}.")
-
-        check_types(self, "algo")
+        require = checker(self, "algo")
         require("rloo_batch_size", self.rloo_batch_size >= 2, "must be at least 2: an episode is compared with others")
         for name in (
             "num_groups", "num_epochs", "num_minibatches", "max_attempts", "oversample", "imitation_batch_size"

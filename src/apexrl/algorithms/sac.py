@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.algorithms.base import BaseAlgorithm, UpdateStats, check_source, check_types, find_device
+from apexrl.algorithms.base import BaseAlgorithm, UpdateStats, check_source, checker, find_device
 from apexrl.algorithms.optimizer import FlatAdam, flatten
 from apexrl.algorithms.replay import ReplayBuffer
 from apexrl.core.errors import ConfigError
@@ -92,11 +92,7 @@ class SACConfig:
     """Adam's ε."""
 
     def __post_init__(self) -> None:
-        def require(name: str, ok: bool, rule: str) -> None:
-            if not ok:
-                raise ConfigError(f"algo.{name} {rule}, got {getattr(self, name)}.")
-
-        check_types(self, "algo")
+        require = checker(self, "algo")
         for name in ("num_steps", "batch_size", "replay_capacity", "n_step", "actor_interval", "num_critics"):
             require(name, getattr(self, name) >= 1, "must be at least 1")
         for name in ("utd_ratio", "learning_rate", "temperature", "reward_scale", "adam_eps"):

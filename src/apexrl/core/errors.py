@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class ApexRLError(Exception):
@@ -40,6 +41,16 @@ class ExportError(ApexRLError, RuntimeError):
 
 class FewSamplesWarning(UserWarning):
     """A confidence interval rests on fewer than five samples."""
+
+
+def requirement(config: Any, section: str) -> Callable[[str, bool, str], None]:
+    """Return ``require(name, ok, rule)``, which raises a ConfigError about a field unless the rule is kept."""
+
+    def require(name: str, ok: bool, rule: str) -> None:
+        if not ok:
+            raise ConfigError(f"{section}.{name} {rule}, got {getattr(config, name)}.")
+
+    return require
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -23,26 +23,24 @@ if TYPE_CHECKING:
     from apexrl.envs.registry import make_env as make_env
 
 _HOME = {
-    "EnvPoolVecEnv": "adapters.envpool",
-    "GymVecEnv": "adapters.gymnasium",
-    "gym_make_fns": "adapters.gymnasium",
-    "LabSimulator": "adapters.lab",
-    "ManiSkillVecEnv": "adapters.maniskill",
-    "RslVecEnv": "adapters.rsl",
-    "VecEnv": "base",
-    "check_env": "check",
-    "MujocoVecEnv": "mujoco.env",
-    "as_vec_env": "registry",
-    "get_metric_specs_from_env": "registry",
-    "make_env": "registry",
+    "adapters.envpool": "EnvPoolVecEnv",
+    "adapters.gymnasium": "GymVecEnv gym_make_fns",
+    "adapters.lab": "LabSimulator",
+    "adapters.maniskill": "ManiSkillVecEnv",
+    "adapters.rsl": "RslVecEnv",
+    "base": "VecEnv",
+    "check": "check_env",
+    "mujoco.env": "MujocoVecEnv",
+    "registry": "as_vec_env get_metric_specs_from_env make_env",
 }
-__all__ = sorted(_HOME)
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'apexrl.envs' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"apexrl.envs.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"apexrl.envs.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -29,13 +29,7 @@ from apexrl.policies import Policy, SACPolicy, VLAPolicy
 from apexrl.policies.vla.lora import with_adapters
 from apexrl.run.config import Config
 from apexrl.run.sections import PolicyConfig, SuiteConfig, VLAConfig
-from apexrl.run.suite import (
-    SuiteResults,
-    explore_with,
-    make_suite_collector,
-    make_suite_env,
-    suite_training,
-)
+from apexrl.run.suite import SuiteResults, explore_with, make_suite_collector, make_suite_env, suite_training
 
 
 def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), *, init_from: str = "") -> Trainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from apexrl.core.errors import ConfigError, did_you_mean
+from apexrl.core.errors import ConfigError, did_you_mean, requirement
 from apexrl.core.metrics import MetricSpec, Reduce
 from apexrl.policies.networks.actor import DistributionName
 from apexrl.policies.vla.policy import FREEZABLE
@@ -37,14 +37,11 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         _ = self.metric_specs  # refuses what cannot be declared
-        if self.num_envs < 1:
-            raise ConfigError(f"task.num_envs must be at least 1, got {self.num_envs}.")
-        if self.num_envs > MAX_NUM_ENVS:
-            raise ConfigError(f"task.num_envs must be at most {MAX_NUM_ENVS}, got {self.num_envs}.")
-        if not 0 <= self.num_workers <= self.num_envs:
-            raise ConfigError(
-                f"task.num_workers must lie between 0 and task.num_envs ({self.num_envs}), got {self.num_workers}."
-            )
+        require = requirement(self, "task")
+        require("num_envs", self.num_envs >= 1, "must be at least 1")
+        require("num_envs", self.num_envs <= MAX_NUM_ENVS, f"must be at most {MAX_NUM_ENVS}")
+        workers = f"must lie between 0 and task.num_envs ({self.num_envs})"
+        require("num_workers", 0 <= self.num_workers <= self.num_envs, workers)
         for name, value in self.kwargs.items():
             if not _is_plain(value):
                 raise ConfigError(
@@ -94,21 +91,16 @@ class SuiteConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "task_names_to_use", self.task_names_to_use or ())
+        require, most, length = requirement(self, "task"), self.num_parallel_envs, self.max_episode_length
         for name in ("num_parallel_envs", "max_cached_envs", "chunk", "image_size"):
             value = getattr(self, name)
-            if value is not None and not 1 <= value <= MAX_SUITE_SIZE:
-                raise ConfigError(f"task.{name} must be at least 1 and at most {MAX_SUITE_SIZE}, got {value}.")
-        if self.max_episode_length is not None and self.max_episode_length < 1:
-            raise ConfigError(f"task.max_episode_length must be at least 1 or null, got {self.max_episode_length}.")
-        if self.num_workers is not None and not 0 <= self.num_workers <= self.num_parallel_envs:
-            raise ConfigError(
-                f"task.num_workers must be null or lie between 0 and task.num_parallel_envs "
-                f"({self.num_parallel_envs}), got {self.num_workers}."
-            )
-        if self.num_demos < 0:
-            raise ConfigError(f"task.num_demos must not be negative, got {self.num_demos}.")
-        if self.step_timeout <= 0:
-            raise ConfigError(f"task.step_timeout must be positive, got {self.step_timeout}.")
+            fits = value is None or 1 <= value <= MAX_SUITE_SIZE
+            require(name, fits, f"must be at least 1 and at most {MAX_SUITE_SIZE}")
+        require("max_episode_length", length is None or length >= 1, "must be at least 1 or null")
+        workers = f"must be null or lie between 0 and task.num_parallel_envs ({most})"
+        require("num_workers", self.num_workers is None or 0 <= self.num_workers <= most, workers)
+        require("num_demos", self.num_demos >= 0, "must not be negative")
+        require("step_timeout", self.step_timeout > 0, "must be positive")
 
     @property
     def id(self) -> str:
@@ -168,6 +160,7 @@ class PolicyConfig:
     """Widths of the hidden layers of the adaptation module; only for roa."""
 
     def __post_init__(self) -> None:
+        require = requirement(self, "policy")
         for name in ("hidden_dims", "critic_hidden_dims", "encoder_dims", "adapt_dims"):
             if any(width < 1 for width in getattr(self, name) or ()):
                 raise ConfigError(f"policy.{name} must hold positive widths, got {list(getattr(self, name))}.")
@@ -179,17 +172,10 @@ class PolicyConfig:
             if getattr(self, name) == ():
                 raise ConfigError(f"policy.{name} must name at least one group or be null, got [].")
         for name in ("memory_dim", "history", "latent_dim"):
-            if not 1 <= getattr(self, name) <= MAX_WIDTH:
-                raise ConfigError(
-                    f"policy.{name} must be at least 1 and at most {MAX_WIDTH}, got {getattr(self, name)}."
-                )
-        if not 0 < self.min_std <= self.init_std <= self.max_std:
-            raise ConfigError(
-                f"policy.init_std must lie between policy.min_std ({self.min_std}, above 0) and policy.max_std "
-                f"({self.max_std}), got {self.init_std}."
-            )
-        if self.gsde_interval < 0:
-            raise ConfigError(f"policy.gsde_interval must not be negative, got {self.gsde_interval}.")
+            require(name, 1 <= getattr(self, name) <= MAX_WIDTH, f"must be at least 1 and at most {MAX_WIDTH}")
+        between = f"must lie between policy.min_std ({self.min_std}, above 0) and policy.max_std ({self.max_std})"
+        require("init_std", 0 < self.min_std <= self.init_std <= self.max_std, between)
+        require("gsde_interval", self.gsde_interval >= 0, "must not be negative")
         if self.gsde and self.kind == "roa":
             raise ConfigError("policy.gsde needs policy.kind mlp or gru, got roa.")
         if self.kind == "gru" and self.critic_hidden_dims is not None and self.critic_groups is None:
@@ -236,22 +222,15 @@ class VLAConfig:
     """Parts that are not trained: any of vision, text, state, prefix, expert."""
 
     def __post_init__(self) -> None:
+        require, most = requirement(self, "policy"), f"at most {MAX_VLA_SIZE}"
         for name in ("width", "depth", "heads"):
             value = getattr(self, name)
-            if value is not None and not 1 <= value <= MAX_VLA_SIZE:
-                raise ConfigError(f"policy.{name} must be null, or at least 1 and at most {MAX_VLA_SIZE}, got {value}.")
-        if not 0 <= self.lora_rank <= MAX_VLA_SIZE:
-            raise ConfigError(f"policy.lora_rank must be at least 0 and at most {MAX_VLA_SIZE}, got {self.lora_rank}.")
-        if not 0.01 <= self.init_std <= 2.0:
-            raise ConfigError(f"policy.init_std must lie between 0.01 and 2.0 for a vla, got {self.init_std}.")
-        if not 1 <= self.denoising_steps <= MAX_VLA_SIZE:
-            raise ConfigError(
-                f"policy.denoising_steps must be at least 1 and at most {MAX_VLA_SIZE}, got {self.denoising_steps}."
-            )
-        if self.noise_level <= 0:
-            raise ConfigError(f"policy.noise_level must be positive, got {self.noise_level}.")
-        if self.guidance < 0:
-            raise ConfigError(f"policy.guidance must not be negative, got {self.guidance}.")
+            require(name, value is None or 1 <= value <= MAX_VLA_SIZE, f"must be null, or at least 1 and {most}")
+        require("lora_rank", 0 <= self.lora_rank <= MAX_VLA_SIZE, f"must be at least 0 and {most}")
+        require("init_std", 0.01 <= self.init_std <= 2.0, "must lie between 0.01 and 2.0 for a vla")
+        require("denoising_steps", 1 <= self.denoising_steps <= MAX_VLA_SIZE, f"must be at least 1 and {most}")
+        require("noise_level", self.noise_level > 0, "must be positive")
+        require("guidance", self.guidance >= 0, "must not be negative")
         for name in self.freeze:
             if name not in FREEZABLE:
                 raise ConfigError(
@@ -278,10 +257,9 @@ class LoggingConfig:
     """Iterations between evaluations over all tasks of a suite; 0 leaves it to training.eval_interval."""
 
     def __post_init__(self) -> None:
-        if self.log_interval < 1:
-            raise ConfigError(f"logging.log_interval must be at least 1, got {self.log_interval}.")
-        if self.log_freq < 0:
-            raise ConfigError(f"logging.log_freq must not be negative, got {self.log_freq}.")
+        require = requirement(self, "logging")
+        require("log_interval", self.log_interval >= 1, "must be at least 1")
+        require("log_freq", self.log_freq >= 0, "must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True)

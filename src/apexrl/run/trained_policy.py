@@ -21,9 +21,7 @@ from apexrl.policies import Policy
 from apexrl.run.build import load_content, make_policy, make_task, prepare_device
 from apexrl.run.config import Config, make_config
 from apexrl.run.sections import SuiteConfig
-from apexrl.run.suite import (
-    make_suite_env,
-)
+from apexrl.run.suite import make_suite_env
 
 
 @dataclass(frozen=True)

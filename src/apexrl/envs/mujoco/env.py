@@ -25,10 +25,10 @@ from apexrl.core.system.seeding import spawn_seeds
 from apexrl.core.types import EnvStep, Observation
 from apexrl.envs.adapters.gymnasium import as_observation, step_to_device
 from apexrl.envs.base import SeededVecEnv
+from apexrl.envs.camera import Camera
 from apexrl.envs.display import draw_without_display
 from apexrl.envs.mujoco.payload import WalkerPayload
 from apexrl.envs.mujoco.simulation import (
-    Camera,
     Threads,
     make_models,
     model_differences,
@@ -41,6 +41,8 @@ from apexrl.envs.workers.gym_group import Tree, make_buffers, map_tree
 MUJOCO_TASKS: dict[str, type[MujocoTask]] = {**GYMNASIUM_TASKS, "WalkerPayload": WalkerPayload}
 """The tasks by name."""
 
+IMAGE_SIZE = 480
+"""Height and width of rendered images."""
 LOCK_SECONDS = 8e-6
 """How long a thread that simulates one environment after the other holds the interpreter's lock for each."""
 
@@ -116,6 +118,7 @@ class MujocoVecEnv(SeededVecEnv):
         self._threads = Threads(min(wanted, num_envs))
         self._stop_threads = weakref.finalize(self, self._threads.close)
         self._camera: Camera | None = None
+        self._camera_index = 0
 
     def _useful_threads(self) -> int:
         """Return how many threads to simulate with: a thread holds the interpreter's lock between two simulations."""
@@ -355,10 +358,16 @@ class MujocoVecEnv(SeededVecEnv):
         if not 0 <= index < self.num_envs:
             raise EnvError(f"MujocoVecEnv has environments 0 to {self.num_envs - 1}, not {index}.")
         model = self.models[index]
-        if self._camera is None or (self._has_own_models and self._camera.index != index):
+        if self._camera is None or (self._has_own_models and self._camera_index != index):
             self._close_camera()
-            self._camera = Camera(model, index)
-        return self._camera.picture(self._data[index])
+            model = copy.copy(model)  # the camera changes its visual settings
+            self._camera = Camera(model, self._mujoco.MjData(model), IMAGE_SIZE, reflections=True)
+            self._camera_index = index
+        # The positions in data lag its state by a substep, and rendering must not move them.
+        ours, shown = self._data[index], self._camera.data
+        shown.qpos[:], shown.qvel[:] = ours.qpos, ours.qvel
+        self._mujoco.mj_forward(self._camera.model, shown)
+        return self._camera.draw()
 
     def _close_camera(self) -> None:
         if self._camera is not None:

@@ -1,10 +1,9 @@
-"""What ``MujocoVecEnv`` needs around MuJoCo: models that differ, threads, and a camera."""
+"""What ``MujocoVecEnv`` needs around MuJoCo: models that differ, and threads."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +12,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from apexrl.core.errors import EnvError
-from apexrl.envs.display import MUJOCO_HINT, has_display
 
 Randomize: TypeAlias = Callable[[Any, np.random.Generator], None]
 """Changes an ``MjModel`` in place."""
-
-PICTURE_SIZE = 480
-"""Height and width of pictures."""
 
 
 def make_models(
@@ -150,60 +144,3 @@ def _serve(jobs: SimpleQueue[Callable[[], None] | None], answers: SimpleQueue[Ba
         else:
             answers.put(None)
         del job  # it would keep the environments alive until the next one
-
-
-class Camera:
-    """Draws simulations of one model, without a window.
-
-    Args:
-        model: whose simulations are drawn.
-        index: of the environment that has the model.
-
-    Raises:
-        EnvError: when this machine has no way to draw.
-    """
-
-    def __init__(self, model: Any, index: int) -> None:
-        import mujoco
-
-        self._mujoco = mujoco
-        self.index = index
-        self._model = model = copy.copy(model)
-        # Shadows and antialiasing make software rendering ten times slower.
-        model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
-        model.vis.global_.offwidth = model.vis.global_.offheight = PICTURE_SIZE
-        self._data = mujoco.MjData(model)
-        backend = os.environ.get("MUJOCO_GL") or ("glfw" if has_display() else "egl")
-        try:
-            self._gl = importlib.import_module(f"mujoco.{backend}").GLContext(PICTURE_SIZE, PICTURE_SIZE)
-            self._gl.make_current()
-            self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
-        except Exception as error:
-            raise EnvError(f"No picture can be drawn with MUJOCO_GL={backend} ({error}). {MUJOCO_HINT}") from error
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
-        self._scene = mujoco.MjvScene(model, maxgeom=1000)
-        self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = False
-        self._view = mujoco.MjvCamera()
-        mujoco.mjv_defaultFreeCamera(model, self._view)
-        if model.ncam:
-            self._view.type, self._view.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, 0
-
-    def picture(self, data: Any) -> NDArray[np.uint8]:
-        """Draw the state of ``data``, which is left as it is, ``[H, W, 3]``."""
-        mujoco = self._mujoco
-        # The positions in data lag its state by a substep.
-        self._data.qpos[:], self._data.qvel[:] = data.qpos, data.qvel
-        mujoco.mj_forward(self._model, self._data)
-        self._gl.make_current()
-        option, perturb, every = mujoco.MjvOption(), mujoco.MjvPerturb(), mujoco.mjtCatBit.mjCAT_ALL
-        mujoco.mjv_updateScene(self._model, self._data, option, perturb, self._view, every, self._scene)
-        view = mujoco.MjrRect(0, 0, PICTURE_SIZE, PICTURE_SIZE)
-        mujoco.mjr_render(view, self._scene, self._context)
-        pixels = np.empty((PICTURE_SIZE, PICTURE_SIZE, 3), np.uint8)
-        mujoco.mjr_readPixels(pixels, None, view, self._context)
-        return np.ascontiguousarray(pixels[::-1])
-
-    def close(self) -> None:
-        """Free the memory of the graphics card."""
-        self._context.free()
-        self._gl.free()

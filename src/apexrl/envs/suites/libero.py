@@ -26,9 +26,9 @@ import yaml
 from numpy.typing import NDArray
 
 from apexrl.core.errors import ConfigError, EnvError, EnvStateError, did_you_mean
+from apexrl.envs.camera import Camera
 from apexrl.envs.display import draw_without_display
 from apexrl.envs.suites.base import Simulator, Split, TaskSuite, own_split
-from apexrl.envs.suites.painting import Painter
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Control steps an episode may take, as is usual for each suite."""
@@ -181,7 +181,7 @@ class LiberoSimulator(Simulator):
         self, bddl_file: str, assets: str, cameras: Sequence[str], image_size: int, rendering: Rendering
     ) -> None:
         self._cameras, self._image_size, self._rendering = tuple(cameras), image_size, rendering
-        self._painter: Painter | None = None
+        self._camera_context: Camera | None = None
         self._task = _make_libero_task(bddl_file, assets)
         # robosuite would read every sensor at every substep; we read the eight numbers that are wanted.
         self._task._observables = {}
@@ -197,7 +197,7 @@ class LiberoSimulator(Simulator):
         self._num_init = 1 + self._model.nq + self._model.nv
         self.restore(np.concatenate(([0.0], self._data.qpos, self._data.qvel)))
         if cameras:
-            self._painter = self._make_painter()
+            self._camera_context = self._make_camera_context()
 
     def restore(self, init_state: NDArray[np.float64]) -> None:
         """Go to a state exactly.
@@ -267,8 +267,8 @@ class LiberoSimulator(Simulator):
         position = self._data.site_xpos[self._robot.eef_site_id]
         state = np.concatenate((position, _axis_angle(self._data.xquat[self._hand]), gripper))
         pictures = {}
-        if self._painter is not None:
-            pictures = {name: self._painter.draw(CAMERAS[name], self._image_size) for name in self._cameras}
+        if self._camera_context is not None:
+            pictures = {name: self._camera_context.draw(CAMERAS[name], self._image_size) for name in self._cameras}
         return {"state": state.astype(np.float32), **pictures}
 
     def picture(self) -> NDArray[np.uint8]:
@@ -278,9 +278,9 @@ class LiberoSimulator(Simulator):
             EnvError: when this machine has no way to draw.
         """
         self._place()
-        if self._painter is None:
-            self._painter = self._make_painter()
-        return self._painter.draw(CAMERAS["agentview"], PICTURE_SIZE)
+        if self._camera_context is None:
+            self._camera_context = self._make_camera_context()
+        return self._camera_context.draw(CAMERAS["agentview"], PICTURE_SIZE)
 
     def _place(self) -> None:
         """Compute where things are: MuJoCo's positions lag the state by a substep. The dynamics are untouched."""
@@ -288,9 +288,9 @@ class LiberoSimulator(Simulator):
         self._mujoco.mj_comPos(self._model, self._data)
         self._mujoco.mj_camlight(self._model, self._data)
 
-    def _make_painter(self) -> Painter:
+    def _make_camera_context(self) -> Camera:
         # Not robosuite's: a second one in the process would take over the pictures of the first.
-        return Painter(
+        return Camera(
             self._model,
             self._data,
             max(self._image_size, PICTURE_SIZE),
@@ -300,9 +300,9 @@ class LiberoSimulator(Simulator):
 
     def close(self) -> None:
         """Free the simulation and its graphics context; a second call does nothing."""
-        if self._painter is not None:
-            self._painter.close()
-            self._painter = None
+        if self._camera_context is not None:
+            self._camera_context.close()
+            self._camera_context = None
         if self._task is not None:
             self._task.close()
             self._task = self._robot = self._model = self._data = None

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apexrl.core.errors import ConfigError, EnvError, did_you_mean
+from apexrl.envs.camera import Camera
 from apexrl.envs.display import draw_without_display
 from apexrl.envs.suites.base import Simulator, Split, TaskSuite, own_split
 from apexrl.envs.suites.instructions import INSTRUCTIONS, MT10
-from apexrl.envs.suites.painting import Painter
 
 TASK_NAMES: tuple[str, ...] = tuple(INSTRUCTIONS)
 """All 50 tasks, in Meta-World's order."""
@@ -55,7 +55,7 @@ class MetaWorldSimulator(Simulator):
         self._mujoco: Any = importlib.import_module("mujoco")
         self._cameras, self._image_size = tuple(cameras), image_size
         self._num_observed = 2 * _FRAME + 3 if privileged else _OBJECT
-        self._painter: Painter | None = None
+        self._camera_context: Camera | None = None
         self._expert = experts.ENV_POLICY_MAP[task_name]()
         env = self._env = environments.ALL_V3_ENVIRONMENTS[task_name]()
         env._partially_observable, env._set_task_called, env.seeded_rand_vec = False, True, True
@@ -150,9 +150,9 @@ class MetaWorldSimulator(Simulator):
         return np.clip(action, -1, 1).astype(np.float32)
 
     def close(self) -> None:  # noqa: D102
-        if self._painter is not None:
-            self._painter.close()
-            self._painter = None
+        if self._camera_context is not None:
+            self._camera_context.close()
+            self._camera_context = None
 
     def _frame(self) -> NDArray[np.float64]:
         """Return what Meta-World observes of this moment: hand, opening, then position and rotation of two objects."""
@@ -196,9 +196,9 @@ class MetaWorldSimulator(Simulator):
         return found
 
     def _draw(self, camera: str, size: int) -> NDArray[np.uint8]:
-        if self._painter is None:
-            self._painter = Painter(self._model, self._data, max(self._image_size, PICTURE_SIZE))
-        return self._painter.draw(camera, size, upside_down=camera.startswith("corner"))
+        if self._camera_context is None:
+            self._camera_context = Camera(self._model, self._data, max(self._image_size, PICTURE_SIZE))
+        return self._camera_context.draw(camera, size, upside_down=camera.startswith("corner"))
 
 
 class MetaWorldSuite(TaskSuite):
