@@ -20,7 +20,7 @@ from apexrl.algorithms import ALGORITHMS
 from apexrl.collectors.demonstrations import record as demos
 from apexrl.core.errors import ApexRLError
 from apexrl.experiments import jobs, plots, report
-from apexrl.run import config, loading
+from apexrl.run import build, loading, trained_policy
 from apexrl.run import directory as run
 from apexrl.run.config import CONFIG_SECTIONS, SECTION_CHOICES, field_help
 
@@ -135,14 +135,14 @@ def test_an_apexrl_command_is_understood(
 
     monkeypatch.setattr(run, "start", understood)
     monkeypatch.setattr(run, "resume", resume)
-    monkeypatch.setattr(run, "load_trained", understood)
+    monkeypatch.setattr(trained_policy, "load_trained", understood)
     monkeypatch.setattr(jobs, "run_jobs", understood)
-    monkeypatch.setattr(run, "make_task", understood)
+    monkeypatch.setattr(build, "make_task", understood)
     monkeypatch.setattr(plots, "plot_runs", understood)
     monkeypatch.setattr(report, "write_report", understood)
     monkeypatch.setattr(demos, "record_demos", understood)
     monkeypatch.setattr(envs, "make_env", understood)
-    monkeypatch.setattr(config, "preset_names", understood if words[0] == "list" else loading.preset_names)
+    monkeypatch.setattr(loading, "preset_names", understood if words[0] == "list" else loading.preset_names)
     if words[-1] == "--help":
         with pytest.raises(SystemExit) as left:
             cli.main(words)
