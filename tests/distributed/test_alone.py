@@ -180,7 +180,7 @@ def test_the_others_write_only_after_the_first_process_could(
     cfg = RLOOConfig(enable_rollout_stats_tracking=True)
     algorithm = RLOO(policy=policy, cfg=cfg)
     pretend(1, 2)
-    monkeypatch.setattr(distributed, "on_first", fails)
+    monkeypatch.setattr(distributed, "on_main_process", fails)
     with pytest.raises(SystemExit):
         make_suite_collector(SuiteConfig(), algorithm, cfg, env, seed=0, run_dir=tmp_path, starts_new=True)
     assert list(tmp_path.iterdir()) == []
@@ -211,7 +211,7 @@ def test_the_first_of_several_saves_what_a_long_iteration_began_with(
     trainer = Trainer(env, policy, algorithm, TrainingConfig(seed=0, save_interval=0), save_dir=tmp_path)
     path, before = tmp_path / checkpoint.checkpoint_name(1), {}
     monkeypatch.setattr(signals, "TORCHRUN_PATIENCE", signals.TIME_TO_SAVE + 0.01)
-    monkeypatch.setattr(distributed, "gather", lambda value: [value])
+    monkeypatch.setattr(distributed, "all_gather_object", lambda value: [value])
 
     def take_long(*_: object) -> None:
         if trainer.iteration == 1:

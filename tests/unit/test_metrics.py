@@ -243,7 +243,7 @@ def test_an_event_that_one_process_knows_counts_in_all_of_them(monkeypatch: pyte
     ]
     others[0][0].update({"x": NAN, "rollout/episode_len": 2.0})
     monkeypatch.setattr(distributed, "world_size", lambda: 3)
-    monkeypatch.setattr(distributed, "gather", lambda own: [own, *others])
+    monkeypatch.setattr(distributed, "all_gather_object", lambda own: [own, *others])
     host = merged_to_host(
         {
             "rollout/episode_len": Weighted(torch.tensor(3.0), lambda: 2.0),
