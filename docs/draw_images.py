@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import imageio.v2 as imageio
-from apexrl.plots import plot_runs
+from apexrl.experiments.plots import plot_runs
 from PIL import Image
 
 IMAGES = Path(__file__).parent / "images"

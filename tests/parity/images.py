@@ -1,4 +1,4 @@
-"""A small task with image observations: bring a dot into the middle of an 16 × 16 image."""
+"""A small task with image observations: bring a dot into the middle of a 16 × 16 image."""
 
 from typing import Any
 
