@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import imageio.v2 as imageio
-from apexrl.experiments.plots import plot_runs
 from PIL import Image
+
+from apexrl.experiments.plots import plot_runs
 
 IMAGES = Path(__file__).parent / "images"
 FRAMES = (0, 8, 14, 20, 28, 60)

@@ -16,8 +16,8 @@ import pytest
 import torch
 from playwright.sync_api import Page, sync_playwright
 from tests.suite_session import options
-from tests.unit.report.test_page import Reader
-from tests.unit.report.test_runs import evaluate_run, make_run
+from tests.unit.experiments.report.test_page import Reader
+from tests.unit.experiments.report.test_runs import evaluate_run, make_run
 
 from apexrl import ActorCritic, make_env, record_video
 from apexrl.cli.main import main

@@ -11,7 +11,7 @@ from tests.refusals import refused
 from torch import Tensor
 
 from apexrl import cli
-from apexrl.agent import Trainer, TrainingConfig
+from apexrl.agent import Trainer, TrainingConfig, checkpoint
 from apexrl.agent.on_policy_runner import OnPolicyRunner
 from apexrl.algorithms import ppo
 from apexrl.algorithms.ppo import PPO, PPOConfig
@@ -396,6 +396,13 @@ def test_a_checkpoint_loaded_from_the_same_directories_continues_their_run(tmp_p
         for name in ("metrics.jsonl", "evaluations.jsonl"):
             lines = read_json_lines(tmp_path / "logs" / name)
             assert [line["iteration"] for line in lines] == list(range(1, last + 1))
+    # From an earlier checkpoint, those of iterations that come again are no longer the newest, and are kept.
+    runner = make_runner(tmp_path)
+    runner.load_checkpoint("model.pt")
+    runner.learn(4 * 32 * 4)
+    runner.close()
+    assert checkpoint.latest(tmp_path / "checkpoints").name == "iteration_000004.pt"
+    assert (tmp_path / "checkpoints" / "iteration_000006.pt.superseded").is_file()
     # The logs of another run are not continued with it.
     stranger = make_runner(tmp_path / "stranger")
     stranger.learn(4 * 32)

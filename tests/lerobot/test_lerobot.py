@@ -15,7 +15,7 @@ from tests.refusals import refused
 from torch import Tensor
 
 from apexrl.core.errors import ConfigError
-from apexrl.policies.vla import LeRobotPolicy, encode_instruction
+from apexrl.policies.vla import LeRobotPolicy, instruction_tensor
 
 pytest.importorskip("lerobot", reason="LeRobot has an environment of its own: make test-lerobot")
 
@@ -119,7 +119,7 @@ def observe(*leading: int) -> TensorDict:
     return TensorDict(
         {
             "state": torch.randn(*leading, 4),
-            "instruction": encode_instruction("open the drawer").expand(*leading, 96),
+            "instruction": instruction_tensor("open the drawer").expand(*leading, 96),
             "corner2": torch.randint(0, 256, (*leading, 32, 32, 3), dtype=torch.uint8),
         },
         batch_size=list(leading),

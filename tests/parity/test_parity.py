@@ -1,5 +1,6 @@
 """The comparison of two commits sees what it is for."""
 
+import pytest
 import torch
 
 from tests.parity import run
@@ -23,3 +24,9 @@ def test_times_and_configurations_are_left_out_and_weights_are_not() -> None:
         "checkpoint/algorithm/optimizer/state/mean",
     ):
         assert not run.LEFT_OUT.search(path), path
+
+
+def test_a_name_of_base_is_compared_under_the_name_that_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "RENAMES", ((r"/lam$", "/gae_lambda"),))
+    before = {"checkpoint/algorithm/lam": "0.95", "metrics/0/train/lambda": "1"}
+    assert run.renamed(before) == {"checkpoint/algorithm/gae_lambda": "0.95", "metrics/0/train/lambda": "1"}

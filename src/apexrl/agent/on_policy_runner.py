@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from apexrl.agent import checkpoint
 from apexrl.agent.loggers import JsonlLogger, Logger, TensorBoardLogger
 from apexrl.agent.trainer import Trainer, TrainingConfig
 from apexrl.algorithms import ALGORITHMS, PPO, BaseAlgorithm
@@ -228,6 +229,10 @@ class OnPolicyRunner(Trainer):
             self.save_dir = None if self.save_dir is None else self.save_dir / name
             places = ", ".join(dict.fromkeys(map(str, self._directories())))
             self.tell(f"The directory holds another run; this one writes to {places}.")
+        if self._continued_run is not None and self.save_dir is not None and distributed.is_main_process():
+            # Their iterations come again; until then they must not be taken for the newest.
+            for path in checkpoint.numbered(self.save_dir)[len(checkpoint.numbered(self.save_dir, self.iteration)) :]:
+                path.rename(path.with_name(f"{path.name}.superseded"))
         if self.run_dir is not None and distributed.is_main_process():
             purge_step = None if self._continued_run is None else self.total_steps + 1
             self.loggers[:0] = [

@@ -38,7 +38,8 @@ class FlatAdam:
         learning_rate: α at the start.
         eps: ε.
         max_grad_norm: gradients are scaled down to this norm.
-        apart: parameters whose names begin so are clipped by themselves, as if they had an optimizer of their own.
+        separate_clip_prefix: parameters whose names begin so are clipped by themselves, as if they had an optimizer of
+            their own.
 
     Raises:
         ConfigError: when no parameter needs a gradient.
@@ -50,7 +51,7 @@ class FlatAdam:
         learning_rate: float,
         eps: float,
         max_grad_norm: float,
-        apart: str | None = None,
+        separate_clip_prefix: str | None = None,
     ) -> None:
         trained = [(name, p) for name, p in named_parameters if p.requires_grad]
         if not trained:
@@ -58,7 +59,11 @@ class FlatAdam:
                 "Nothing is left to train: no parameter needs a gradient. Shorten policy.freeze, or give the policy "
                 "parameters."
             )
-        together = [(name, p) for name, p in trained if apart is None or not name.startswith(apart)]
+        together = [
+            (name, p)
+            for name, p in trained
+            if separate_clip_prefix is None or not name.startswith(separate_clip_prefix)
+        ]
         self.parameters = dict(together + [pair for pair in trained if pair[0] not in dict(together)])
         self._num_together = sum(p.numel() for _, p in together)
         self.eps, self.max_grad_norm = eps, max_grad_norm

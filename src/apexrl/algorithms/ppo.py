@@ -231,16 +231,20 @@ class PPO(BaseAlgorithm):
             env, actor_class=actor_class, critic_class=critic_class, actor_cfg=actor_cfg, critic_cfg=critic_cfg
         )
 
-    def _prepare(self, learner: Policy, apart: str | None = None) -> None:
+    def _prepare(self, learner: Policy, separate_clip_prefix: str | None = None) -> None:
         """Get ready to train the networks of a policy, with an optimizer that knows nothing yet.
 
         Args:
             learner: the policy, or a view of it.
-            apart: networks whose gradients are clipped by themselves.
+            separate_clip_prefix: networks whose gradients are clipped by themselves.
         """
         cfg, device = self.cfg, self.policy.device
         self.optimizer = FlatAdam(
-            learner.named_parameters(), cfg.learning_rate, cfg.adam_eps, cfg.max_grad_norm, apart=apart
+            learner.named_parameters(),
+            cfg.learning_rate,
+            cfg.adam_eps,
+            cfg.max_grad_norm,
+            separate_clip_prefix=separate_clip_prefix,
         )
         self._evaluator = _Evaluator(learner, self.acceleration)
         self._run_step = Compiled(self._step, enabled=self.acceleration.compile, device=device)
@@ -365,7 +369,7 @@ class PPO(BaseAlgorithm):
         return evaluation.log_prob
 
     def _loss(self, batch: Mapping[str, Any], evaluation: Evaluation) -> tuple[Tensor, Tensor]:
-        """Return the loss, and what is logged of it in the order of ``METRICS``."""
+        """Return the loss, and what is logged of it in the order of ``PPO_METRICS``."""
         cfg = self.cfg
         log_prob, entropy, value = evaluation
         advantage = batch[ADVANTAGE]

@@ -157,7 +157,7 @@ class PPOROA(PPO):
             self._observers = ()  # the normaliser would move the frozen teacher's inputs, and so what it teaches
         if starts_finetune:
             self._explore_as_the_teacher()
-        self._prepare(self._acting, apart="critic.")
+        self._prepare(self._acting, separate_clip_prefix="critic.")
         self.adapt_optimizer = FlatAdam(policy.adapt_module.named_parameters(), *options)
         self._average = flatten(policy.adapt_ema.parameters())
         self._run_adapt_step = Compiled(self._adapt_step, enabled=self.acceleration.compile, device=policy.device)

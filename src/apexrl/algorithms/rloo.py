@@ -417,7 +417,7 @@ class RLOO(BaseAlgorithm):
             return imitation_error(self.policy, dict(batch.items()))
 
     def _loss(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the mean loss of a micro-batch, and what is logged of it in the order of ``METRICS``."""
+        """Return the mean loss of a micro-batch, and what is logged of it in the order of ``RLOO_METRICS``."""
         cfg = self.cfg
         if self._flow is not None:
             loss = self._flow_loss(self._flow, batch)

@@ -433,7 +433,7 @@ class _CollectingThread:
         collector = self.collector
         collector.policy.load_state_dict(weights)
         self.messages.clear()
-        found = collector.collect_apart(n_steps)
+        found = collector.collect_unfolded(n_steps)
         batch = found.batch
         batch[POLICY_VERSION] = torch.full((*batch.shape, 1), version, dtype=torch.long, device=batch.device)
         return _Rollout(version, found, tuple(self.messages))

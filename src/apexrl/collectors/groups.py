@@ -198,18 +198,18 @@ class RolloutGenerator(BaseCollector):
         Raises:
             EnvError: when the environments lose every episode.
         """
-        found = self.collect_apart()
+        found = self.collect_unfolded()
         self.fold(found.outcomes, self.episode_metrics)
         return found.batch
 
-    def collect_apart(self, n_steps: int = 0) -> Collected:
+    def collect_unfolded(self, n_steps: int = 0) -> Collected:
         """Collect as ``collect`` does, but leave the episode statistics to ``fold``."""
         self._outcomes = []
         batch = self._collect()
         return Collected(batch, self._outcomes, self.steps_in(batch), self.metrics())
 
     def fold(self, outcomes: Sequence[TensorDict], episodes: EpisodeMetrics) -> None:
-        """Count the episodes of what ``collect_apart`` gave, and the success of each task."""
+        """Count the episodes of what ``collect_unfolded`` gave, and the success of each task."""
         specs = {name: spec for name, spec in self.env.metric_specs.items() if name not in BOOKKEEPING}
         for batch in outcomes:
             fold_episodes(batch, specs, episodes)

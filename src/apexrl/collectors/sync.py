@@ -105,7 +105,7 @@ class SyncCollector(BaseCollector):
         fold_episodes(batch, self.env.metric_specs, self.episode_metrics)
         return self.with_values(batch)
 
-    def collect_apart(self, n_steps: int) -> Collected:
+    def collect_unfolded(self, n_steps: int) -> Collected:
         """Collect as ``collect`` does, but leave the episode statistics to ``fold``; nothing is captured."""
         if self.carry is None:
             self.start()
@@ -114,7 +114,7 @@ class SyncCollector(BaseCollector):
         return Collected(self.with_values(batch), [outcomes], self.steps_in(batch), {})
 
     def fold(self, outcomes: Sequence[TensorDict], episodes: EpisodeMetrics) -> None:
-        """Count the episodes that ended in what ``collect_apart`` gave."""
+        """Count the episodes that ended in what ``collect_unfolded`` gave."""
         for steps in outcomes:
             fold_episodes(steps, self.env.metric_specs, episodes)
 

@@ -193,9 +193,8 @@ class EpisodeMetrics(Mapping[str, NDArray[np.float64]]):
         """Continue from ``state_dict``."""
         self.unfinished = {name: value.to(device) for name, value in state["unfinished"].items()}
         self.totals = {name: value.to(device) for name, value in state["totals"].items()}
-        # Checkpoints before format 6 have neither.
-        self.reported = {name: value.to(device) for name, value in state.get("reported", {}).items()}
-        self.specs = {name: MetricSpec(**values) for name, values in state.get("specs", {}).items()}
+        self.reported = {name: value.to(device) for name, value in state["reported"].items()}
+        self.specs = {name: MetricSpec(**values) for name, values in state["specs"].items()}
 
 
 def begun_before(num_envs: int, device: torch.device) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from apexrl import PPO, PPOConfig, SyncCollector, make_env
 from apexrl.core.errors import ConfigError
 from apexrl.policies import ActorCritic
-from apexrl.policies.vla import SIZES, VLAPolicy, encode_instruction
+from apexrl.policies.vla import SIZES, VLAPolicy, instruction_tensor
 from apexrl.policies.vla.lora import merged, with_adapters
 from apexrl.policies.vla.towers import TextTower
 
@@ -35,7 +35,7 @@ def space(*groups: str) -> gym.spaces.Dict:
 
 def observe(*leading: int, camera: bool = False) -> TensorDict:
     count = int(np.prod(leading))
-    text = torch.stack([encode_instruction(TEXTS[i % 2]) for i in range(count)])
+    text = torch.stack([instruction_tensor(TEXTS[i % 2]) for i in range(count)])
     obs = {"state": torch.randn(*leading, 4), "instruction": text.reshape(*leading, 96)}
     if camera:
         obs["camera"] = torch.randint(0, 256, (*leading, 16, 16, 3), dtype=torch.uint8)
@@ -65,7 +65,7 @@ def with_statistics(policy: VLAPolicy) -> VLAPolicy:
 
 def test_a_text_tower_that_pools_tells_word_order_apart() -> None:
     tower = TextTower(32, max_words=8, num_buckets=64, pool=True)
-    texts = [encode_instruction(text) for text in ("left of right", "right of left", "left of right.")]
+    texts = [instruction_tensor(text) for text in ("left of right", "right of left", "left of right.")]
     tokens, present = tower(torch.stack(texts))
     assert present is None
     assert not torch.allclose(tokens[0], tokens[1])
@@ -324,7 +324,7 @@ def demonstrations(suite: PointSuite, count: int) -> dict[str, Any]:
         simulator = suite.make_simulator(task)
         simulator.restore(np.array([*draw.uniform(-0.9, 0.9, 2), 0.0]))
         states.append(torch.from_numpy(simulator.observe()["state"]))
-        texts.append(encode_instruction(suite.instructions[task]))
+        texts.append(instruction_tensor(suite.instructions[task]))
         chunk = []
         for _ in range(CHUNK):
             chunk.append(simulator.expert_action())

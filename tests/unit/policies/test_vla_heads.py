@@ -13,7 +13,7 @@ from torch import Tensor, distributions
 
 from apexrl.core.errors import ConfigError
 from apexrl.core.functional.episodes import stack_episodes
-from apexrl.policies.vla import PI0_CFG_Adapter, VLAPolicy, encode_instruction
+from apexrl.policies.vla import PI0_CFG_Adapter, VLAPolicy, instruction_tensor
 from apexrl.policies.vla.flow import CONDITIONAL, UNCONDITIONAL, sde_step
 from apexrl.policies.vla.likelihood import DiagLaplace, LikelihoodHead
 
@@ -24,7 +24,7 @@ ACTIONS = gym.spaces.Box(-1, 1, (6,), np.float32)
 
 
 def observe(count: int) -> TensorDict:
-    text = encode_instruction("open the drawer").expand(count, 96)
+    text = instruction_tensor("open the drawer").expand(count, 96)
     return TensorDict({"state": torch.randn(count, 4), "instruction": text}, batch_size=[count])
 
 

@@ -11,7 +11,7 @@ import torch
 from tests.refusals import refused
 
 from apexrl.core.errors import ConfigError
-from apexrl.policies.vla import LeRobotPolicy, encode_instruction
+from apexrl.policies.vla import LeRobotPolicy, instruction_tensor
 from apexrl.policies.vla.lerobot import instructions
 
 SPACE = gym.spaces.Dict({"state": gym.spaces.Box(-1, 1, (4,)), "instruction": gym.spaces.Box(0, 255, (96,), np.uint8)})
@@ -30,4 +30,4 @@ def test_an_unknown_kind_names_the_nearest() -> None:
 
 def test_instructions_come_back_as_text() -> None:
     texts = ["open the drawer", "öffne", ""]
-    assert instructions(torch.stack([encode_instruction(text) for text in texts])) == texts
+    assert instructions(torch.stack([instruction_tensor(text) for text in texts])) == texts

@@ -8,7 +8,7 @@ from tests.refusals import refused
 
 from apexrl.core.errors import ConfigError
 from apexrl.envs.suites.instructions import INSTRUCTIONS
-from apexrl.policies.vla import SIZES, WordTokenizer, encode_instruction
+from apexrl.policies.vla import SIZES, WordTokenizer, instruction_tensor
 
 # Words of LIBERO's instructions, and others that robots hear; those of Meta-World's come from the suite.
 VOCABULARY = """
@@ -27,7 +27,7 @@ use wall white window wine with without wooden yellow
 
 
 def words(*texts: str, **options: int) -> tuple[torch.Tensor, torch.Tensor]:
-    buckets, present = WordTokenizer(**options)(torch.stack([encode_instruction(text) for text in texts]))
+    buckets, present = WordTokenizer(**options)(torch.stack([instruction_tensor(text) for text in texts]))
     return buckets, present
 
 
@@ -62,7 +62,7 @@ def test_words_beyond_the_limit_and_empty_instructions() -> None:
 
 def test_an_instruction_that_is_too_long_is_refused() -> None:
     with refused(ConfigError, 96, 97):
-        encode_instruction("x" * 97)
+        instruction_tensor("x" * 97)
 
 
 def test_the_instructions_of_the_suite_fit_and_differ() -> None:

@@ -178,7 +178,7 @@ def all_gather(x: Tensor) -> Tensor:
 
 
 def all_gather_rows(x: Tensor) -> tuple[Tensor, slice]:
-    """Return ``whole`` of tensors that may differ in length, and which rows of it are this process's."""
+    """Return ``all_gather`` of tensors that may differ in length, and which rows of it are this process's."""
     if world_size() == 1:
         return x, slice(None)
     parts = all_gather_object(x.detach().cpu())
@@ -187,7 +187,7 @@ def all_gather_rows(x: Tensor) -> tuple[Tensor, slice]:
 
 
 def own_shard(x: Tensor) -> Tensor:
-    """Return from ``whole`` what is this process's."""
+    """Return from ``all_gather`` what is this process's."""
     return x if world_size() == 1 else x.chunk(world_size())[rank()]
 
 

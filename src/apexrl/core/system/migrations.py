@@ -15,7 +15,7 @@ from apexrl.core.errors import CheckpointError, ConfigError
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
 VERSION_KEY = "version"
 """Key of a configuration's version; a file without it is of the current version."""
-FORMAT = "format"
+FORMAT_KEY = "format"
 """Key of a checkpoint's version."""
 FIRST_CONFIG_VERSION = 6
 FIRST_CHECKPOINT_FORMAT = 6
@@ -46,7 +46,7 @@ def migrated_config(raw: Mapping[str, Any], where: str = "This configuration") -
         fix = "Update apexrl." if number > CONFIG_VERSION else "Start from a preset again; 'apexrl list' shows them."
         raise ConfigError(
             f"{where}: {VERSION_KEY} is {number}, but this apexrl reads "
-            f"{_range(FIRST_CONFIG_VERSION, CONFIG_VERSION)}. {fix}"
+            f"{_supported(FIRST_CONFIG_VERSION, CONFIG_VERSION)}. {fix}"
         )
     config = {name: dict(values) if isinstance(values, dict) else values for name, values in raw.items()}
     config.pop(VERSION_KEY, None)
@@ -65,19 +65,19 @@ def migrated_checkpoint(content: dict[str, Any], where: object) -> dict[str, Any
     Raises:
         CheckpointError: when it has no number, or its version is newer or no longer supported.
     """
-    number = content.get(FORMAT)
+    number = content.get(FORMAT_KEY)
     if isinstance(number, bool) or not isinstance(number, int):
         raise CheckpointError(f"{where} was not written by apexrl: it has no format number.")
     if not FIRST_CHECKPOINT_FORMAT <= number <= CHECKPOINT_FORMAT:
         fix = "Update apexrl." if number > CHECKPOINT_FORMAT else "Start a new run."
         raise CheckpointError(
             f"{where} has checkpoint format {number}, but this apexrl reads "
-            f"{_range(FIRST_CHECKPOINT_FORMAT, CHECKPOINT_FORMAT)}. {fix}"
+            f"{_supported(FIRST_CHECKPOINT_FORMAT, CHECKPOINT_FORMAT)}. {fix}"
         )
     for migrate in CHECKPOINT_MIGRATIONS[number - FIRST_CHECKPOINT_FORMAT :]:
         content = migrate(content)
-    return {**content, FORMAT: CHECKPOINT_FORMAT}
+    return {**content, FORMAT_KEY: CHECKPOINT_FORMAT}
 
 
-def _range(first: int, last: int) -> str:
+def _supported(first: int, last: int) -> str:
     return f"only {last}" if first == last else f"{first} to {last}"

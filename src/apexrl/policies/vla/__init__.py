@@ -4,7 +4,7 @@ from apexrl.policies.vla.cfg_adapter import PI0_CFG_Adapter
 from apexrl.policies.vla.lerobot import LeRobotPolicy
 from apexrl.policies.vla.model import SIZES, Dimensions
 from apexrl.policies.vla.policy import DENOISING, VALID_STEPS, VLAPolicy
-from apexrl.policies.vla.tokenizer import WordTokenizer, encode_instruction
+from apexrl.policies.vla.tokenizer import WordTokenizer, instruction_tensor
 
 __all__ = [
     "DENOISING",
@@ -15,5 +15,5 @@ __all__ = [
     "PI0_CFG_Adapter",
     "VLAPolicy",
     "WordTokenizer",
-    "encode_instruction",
+    "instruction_tensor",
 ]

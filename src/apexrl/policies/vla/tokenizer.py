@@ -22,7 +22,7 @@ _MULTIPLIERS = (1_540_483_477, 2_027_808_485)
 _MODULUS_MASK = 2**31 - 1
 
 
-def encode_instruction(text: str) -> Tensor:
+def instruction_tensor(text: str) -> Tensor:
     """Return an instruction as observations hold it: uint8 ``[96]``, padded with zeros.
 
     Raises:

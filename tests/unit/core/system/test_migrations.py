@@ -1,6 +1,6 @@
 """Files carry a version, older ones are migrated, and what they hold is removed or renamed only with a new version.
 
-``python -m tests.unit.test_migrations`` writes the fields of the current version to ``tests/fields.json``.
+``python -m tests.unit.core.system.test_migrations`` writes the fields of the current version to ``tests/fields.json``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from apexrl.run.config import CONFIG_SECTIONS, make_config
 from apexrl.run.loading import load_config, preset_names, read_config
 from apexrl.run.sections import PolicyConfig
 
-FIELDS = Path(__file__).parents[1] / "fields.json"
+FIELDS = Path(__file__).parents[3] / "fields.json"
 SMALL = {"policy.hidden_dims": "[4]", "training.device": "cpu", "features.save_video": "false"}
 ON_POLICY = {
     **SMALL, "task.num_envs": "2", "algo.num_steps": "8", "algo.num_minibatches": "2", "training.total_timesteps": "64",
@@ -187,13 +187,13 @@ def test_removed_fields_are_found_and_added_ones_are_none_of_them() -> None:
 def test_a_field_of_the_configuration_is_removed_or_renamed_only_with_a_new_version() -> None:
     stored = json.loads(FIELDS.read_text())["config"]
     assert removed(stored, CONFIG_VERSION, config_fields()) == set(), "add a migration to migrations.py"
-    assert stored["version"] == CONFIG_VERSION, "run python -m tests.unit.test_migrations"
+    assert stored["version"] == CONFIG_VERSION, "run python -m tests.unit.core.system.test_migrations"
 
 
 def test_a_key_of_checkpoints_is_removed_or_renamed_only_with_a_new_format(tmp_path: Path) -> None:
     stored = json.loads(FIELDS.read_text())["checkpoint"]
     assert removed(stored, CHECKPOINT_FORMAT, checkpoint_fields(tmp_path)) == set(), "add a migration to migrations.py"
-    assert stored["version"] == CHECKPOINT_FORMAT, "run python -m tests.unit.test_migrations"
+    assert stored["version"] == CHECKPOINT_FORMAT, "run python -m tests.unit.core.system.test_migrations"
 
 
 def write_fields(directory: Path) -> None:

@@ -191,7 +191,7 @@ assert launched, "Isaac Sim must run before this can be imported"
 gymnasium.register("Isaac-Count-v0", "isaaclab_tasks:Count")
 """,
     "isaaclab_tasks/utils.py": """
-from tests.unit.envs.test_simulators import LabConfig
+from tests.unit.envs.adapters.test_simulators import LabConfig
 
 def parse_env_cfg(task_name, device="cuda:0", num_envs=None, use_fabric=None):
     assert (task_name, device, num_envs) == ("Isaac-Count-v0", "cuda:0", 2)

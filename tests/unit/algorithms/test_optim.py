@@ -112,7 +112,7 @@ def test_a_compiled_step_equals_an_eager_one_in_weights_and_state() -> None:
 
 def test_parameters_that_are_clipped_apart() -> None:
     module = network()
-    optimizer = FlatAdam(module.named_parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0, apart="2.")
+    optimizer = FlatAdam(module.named_parameters(), 1e-2, eps=1e-5, max_grad_norm=1.0, separate_clip_prefix="2.")
     views = optimizer.views(torch.arange(len(optimizer.flat), dtype=torch.float32))
     assert list(views)[-2:] == ["2.weight", "2.bias"]
     gradient = torch.ones(len(optimizer.flat))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.unit.report.test_runs import evaluate_run, groups_of, make_run
+from tests.unit.experiments.report.test_runs import evaluate_run, groups_of, make_run
 
 from apexrl.core.functional.intervals import wilson_interval
 from apexrl.experiments.report.curves import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 import pytest
-from tests.unit.report.test_runs import evaluate_run, groups_of, make_run
+from tests.unit.experiments.report.test_runs import evaluate_run, groups_of, make_run
 
 from apexrl.cli.main import main
 from apexrl.collectors.init_states import RolloutStats
