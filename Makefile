@@ -11,7 +11,7 @@ ENVPOOL := .venv-envpool
 VULKAN := .vulkan
 CHROMIUM := .chromium
 
-.PHONY: help install install-libero install-chromium train test test-gpu test-lerobot test-maniskill test-mjlab test-envpool check format bench clean torture parity docs
+.PHONY: help install install-libero install-chromium train test test-fast test-gpu test-lerobot test-maniskill test-mjlab test-envpool check format bench clean torture parity docs
 
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -45,7 +45,10 @@ train: install  ## Train the default preset (lift_ppo) and show the result.
 	$(BIN)/apexrl train lift_ppo
 
 test: install  ## Run the whole test suite.
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 30 tests
+
+test-fast: install  ## Run unit tests, golden traces and fast contract tests: a few minutes.
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests
 
 test-gpu: install  ## Run the tests that need a CUDA device.
 	$(BIN)/python -m pytest -m gpu tests

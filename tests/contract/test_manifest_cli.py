@@ -12,6 +12,8 @@ import pytest
 import apexrl
 from apexrl.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 TRAIN = [
     "--task.num_envs", "8",
     "--policy.hidden_dims", "[16]",

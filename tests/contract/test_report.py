@@ -26,6 +26,8 @@ from apexrl.core.system.json_lines import read_json_lines
 from apexrl.core.system.provenance import add_start
 from apexrl.experiments.report.page import show
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {
     "task.num_envs": "8",

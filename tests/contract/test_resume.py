@@ -25,6 +25,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from apexrl.agent import checkpoint
 from apexrl.core.system.json_lines import read_json_lines
 
+pytestmark = pytest.mark.slow
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     ["apexrl.cli", "apexrl.run.directory", "apexrl.experiments.plots", "torch.utils.tensorboard", "pytest"]

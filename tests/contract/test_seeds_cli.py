@@ -25,6 +25,8 @@ from apexrl.core.system.json_lines import read_json_lines
 from apexrl.experiments import jobs, seeds
 from apexrl.run.loading import load_config
 
+pytestmark = pytest.mark.slow
+
 TINY = {
     "task.id": "cartpole",
     "task.num_envs": 4,

@@ -39,6 +39,8 @@ from apexrl.run import directory, trained_policy
 from apexrl.run import suite as suite_run
 from apexrl.run.sections import SuiteConfig
 
+pytestmark = pytest.mark.slow
+
 CLOCK = ("time/", "collect/seconds", "collect/control_steps_per_second", "collect/envs_")
 """Names of numbers that depend on the clock, or on which simulators a process has already made."""
 KILLED = {

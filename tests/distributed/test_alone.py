@@ -26,6 +26,8 @@ from apexrl.run.loading import load_config
 from apexrl.run.sections import SuiteConfig
 from apexrl.run.suite import ROLLOUT_STATS, begin_statistics, make_suite_collector, process_dir
 
+pytestmark = pytest.mark.slow
+
 Pretend = Callable[[int, int], None]
 
 

@@ -24,6 +24,8 @@ from apexrl.agent import checkpoint
 from apexrl.cli.main import main
 from apexrl.core.system.json_lines import read_json_lines
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
 TIME_LIMIT = 240.0

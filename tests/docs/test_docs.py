@@ -24,6 +24,8 @@ from apexrl.run import build, loading, trained_policy
 from apexrl.run import directory as run
 from apexrl.run.config import CONFIG_SECTIONS, SECTION_CHOICES, field_help
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TRANSLATIONS = {

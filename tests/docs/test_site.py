@@ -22,6 +22,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import page as benchmark_page  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 # The page of benchmarks
 
 

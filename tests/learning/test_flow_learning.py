@@ -17,6 +17,8 @@ from torch import Tensor
 from apexrl.algorithms import RLOO, RLOOConfig
 from apexrl.policies.vla import VLAPolicy
 
+pytestmark = pytest.mark.slow
+
 CHUNK, NUM_ACTIONS, NUM_CHUNKS, SPEED, RADIUS = 5, 4, 6, 0.05, 0.12
 GROUPS, GROUP_SIZE = 32, 8
 

@@ -12,6 +12,8 @@ from apexrl.run import suite as suite_run
 from apexrl.run.directory import start
 from apexrl.run.loading import load_config
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "task.num_parallel_envs": "32",
     "task.num_workers": "0",

@@ -17,7 +17,7 @@ from apexrl.evaluation.evaluate import EvaluationResult
 from apexrl.run.build import make_policy, make_trainer
 from apexrl.run.loading import load_config
 
-pytestmark = pytest.mark.learning
+pytestmark = [pytest.mark.learning, pytest.mark.slow]
 FAST = PPOConfig(num_steps=16, num_epochs=4, num_minibatches=4, learning_rate=3e-3, gamma=0.5, entropy_coef=0.01)
 
 

@@ -7,7 +7,7 @@ from adaptation import mean_rewards, with_fixed_latent
 from apexrl import PPOROA, PPOROAConfig, ROAPolicy, Trainer, make_env
 from apexrl.agent import TrainingConfig
 
-pytestmark = pytest.mark.learning
+pytestmark = [pytest.mark.learning, pytest.mark.slow]
 EPISODE = 100
 CFG = PPOROAConfig(num_steps=16, learning_rate=1e-3, schedule="adaptive", gamma=0.95, entropy_coef=0.0)
 

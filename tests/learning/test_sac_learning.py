@@ -9,7 +9,7 @@ from tests.learning.tasks import DictTask, PixelAimTask
 from apexrl import SAC, GymVecEnv, SACConfig, Trainer
 from apexrl.agent import TrainingConfig
 
-pytestmark = pytest.mark.learning
+pytestmark = [pytest.mark.learning, pytest.mark.slow]
 FAST = SACConfig(
     num_steps=4,
     learning_starts=200,

@@ -9,6 +9,8 @@ import pytest
 from tests.torture import configurations, damage, disks, environments, harness, kills
 from tests.torture.harness import Report, TinyRun
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:

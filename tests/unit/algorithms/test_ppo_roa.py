@@ -503,6 +503,7 @@ def test_an_adaptation_that_is_not_finite_stops_the_run() -> None:
         algorithm.raise_if_diverged({"nonfinite": metrics["nonfinite"].item()}, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*")
 def test_compiled_updates_equal_eager_ones_in_both_phases() -> None:
     runs: list[list[Tensor]] = []

@@ -520,6 +520,7 @@ def test_only_the_linear_rate_falls_with_progress(schedule: str, expected: float
 # Acceleration
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*")
 def test_compiled_updates_equal_eager_ones() -> None:
     options: dict[str, Any] = {"utd_ratio": 0.5, "dropout": 0.1}

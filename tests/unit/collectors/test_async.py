@@ -606,6 +606,7 @@ def test_the_trainer_shows_where_the_environment_failed(tmp_path: Path) -> None:
     trainer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.learning
 @pytest.mark.parametrize("seed", [0, 1])
 def test_ppo_learns_cartpole_from_rollouts_of_the_last_weights(seed: int) -> None:

@@ -34,6 +34,8 @@ from apexrl.core.system.seeding import ENV, POLICY, spawn_seed
 from apexrl.core.types import Carry, EnvStep
 from apexrl.envs import VecEnv
 
+pytestmark = pytest.mark.slow
+
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'apexrl[ray]')")
 
 EPISODE = 5

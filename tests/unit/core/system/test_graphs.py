@@ -30,6 +30,7 @@ def weights_after(
     return torch.cat([p.detach().flatten() for p in policy.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gsde", [False, True])
 def test_compiled_and_eager_agree_over_five_iterations(gsde: bool) -> None:
     eager = weights_after(Acceleration(), "lift", 5, gsde=gsde)
