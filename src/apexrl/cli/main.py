@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from apexrl.cli.commands import MODULES
+from apexrl.cli import compare, evaluate, files, report, sweep, tools, train
 from apexrl.cli.common import Command, Overrides, Parser
 from apexrl.core.errors import ApexRLError, ConfigError, did_you_mean
 
@@ -113,7 +113,7 @@ def _parser() -> tuple[Parser, list[str]]:
         child.set_defaults(run=run)
         return child
 
-    for module in MODULES:
+    for module in (train, sweep, evaluate, compare, files, report, tools):  # in the order of the help
         module.register(command)
     return parser, list(children.choices)
 
