@@ -84,6 +84,24 @@ def test_workers_start_without_pytorch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+ONE_PER_TASK = {"CAMERAS", "DT", "FORCE", "FRAME", "FRAME_PARTS", "GRAVITY", "MAX_SPEED", "RANGES", "X_LIMIT"}
+ONE_PER_PROCESS, ONE_PER_COMMAND, TYPE_VARIABLES, SAME = {"serve"}, {"register"}, {"T"}, {"PICTURE_SIZE"}
+
+
+def test_a_public_name_of_a_module_has_one_meaning() -> None:
+    homes: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)]
+            for name in names:
+                homes.setdefault(name, set()).add(str(path.relative_to(PACKAGE)))
+    several = {name for name, paths in homes.items() if len(paths) > 1 and not name.startswith("_")}
+    assert several - ONE_PER_TASK - ONE_PER_PROCESS - ONE_PER_COMMAND - TYPE_VARIABLES - SAME == set()
+
+
 def test_tests_survive_a_move() -> None:
     assert ties_to_the_layout().total() <= 40, ties_to_the_layout()
     wordings = sum(path.read_text().count("match=") for path in TESTS.rglob("*.py") if path != Path(__file__))

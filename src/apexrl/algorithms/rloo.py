@@ -26,6 +26,7 @@ from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import (
     ACTION,
     ADVANTAGE,
+    CONTROL_STEPS,
     GROUP,
     METRIC,
     OBSERVATION,
@@ -40,8 +41,6 @@ from apexrl.policies import ActorCritic, Policy
 from apexrl.policies.vla import VALID_STEPS, PI0_CFG_Adapter, VLAPolicy
 
 REFERENCE_LOG_PROB = "reference_log_prob"
-CONTROL_STEPS = "control_steps"
-"""Metric of a suite: the actions of a chunk that were really taken."""
 ROWS_WITHOUT_GRADIENT = 4096
 """Samples that are evaluated at once where no gradient is needed and ``micro_batch_size`` says nothing."""
 

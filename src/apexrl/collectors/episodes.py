@@ -14,13 +14,13 @@ from apexrl.core.errors import ConfigError, EnvError, did_you_mean
 from apexrl.core.functional.episodes import side_by_side
 from apexrl.core.metrics import EpisodeMetrics, fold_episodes
 from apexrl.core.result import EvaluationResult, without_lost
-from apexrl.core.types import ACTION, GROUP, METRIC, NEXT_OBSERVATION, OBSERVATION, VALID, Actor, Carry
+from apexrl.core.types import ACTION, CONTROL_STEPS, GROUP, METRIC, NEXT_OBSERVATION, OBSERVATION, VALID, Actor, Carry
 from apexrl.envs.suites.base import InitState, Split, TaskSuite, own_split
 from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.policies.base import Policy
 from apexrl.rollout import LOG, evaluation_mode, initial_state, make_actor, rollout
 
-SUCCESS, CONTROL_STEPS, EPISODE_ID, LOST = "success", "control_steps", "episode_id", "lost"
+SUCCESS, EPISODE_ID, LOST = "success", "episode_id", "lost"
 """Metrics of a ``SuiteVecEnv``."""
 CreatedEnv = tuple[SuiteVecEnv, int, int]
 """The environments, the number of the task they run, and how many they are."""

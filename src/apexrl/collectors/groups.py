@@ -17,7 +17,6 @@ from tensordict import TensorDict
 
 from apexrl.collectors.base import BaseCollector, Collected
 from apexrl.collectors.episodes import (
-    CONTROL_STEPS,
     EPISODE_ID,
     LOST,
     CreatedEnv,
@@ -29,7 +28,7 @@ from apexrl.collectors.episodes import (
 from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, RolloutStats, endless, hash_init_state
 from apexrl.core.errors import ConfigError, EnvError
 from apexrl.core.metrics import EpisodeMetrics, fold_episodes
-from apexrl.core.types import DONE, GROUP, METRIC, OBSERVATION, PRE_TANH, REWARD, SAMPLED_SUCCESS, VALID
+from apexrl.core.types import CONTROL_STEPS, DONE, GROUP, METRIC, OBSERVATION, PRE_TANH, REWARD, SAMPLED_SUCCESS, VALID
 from apexrl.envs.suites.base import InitState
 from apexrl.policies.base import Policy
 

@@ -26,7 +26,7 @@ FRAME_PARTS: Final = {"pitch, rad": 1, "joint angles, rad": 6, "last action": 6}
 FRAME: Final = sum(FRAME_PARTS.values())
 POSE: Final = (0.3, -0.6, 0.3)
 """Hip, knee and ankle of a leg that is a little bent, with its foot flat, rad."""
-HEIGHT: Final = 1.17
+TORSO_HEIGHT: Final = 1.17
 """Of the torso when it stands in this pose, m."""
 REACH: Final = 1.0
 """How far from the pose an action of 1 aims, rad."""
@@ -233,7 +233,7 @@ class WalkerPayload(MujocoTask):
         mujoco.mj_resetData(model, data)
         noise = self.reset_noise_scale
         data.qpos[:] = rng.uniform(-noise, noise, model.nq)
-        data.qpos[1:] += (HEIGHT, 0.0, *POSE, *POSE)
+        data.qpos[1:] += (TORSO_HEIGHT, 0.0, *POSE, *POSE)
         data.qvel[:] = rng.uniform(-noise, noise, model.nv)
         data.userdata[0] = rng.uniform(*self.command_range)
         data.userdata[1] = rng.integers(1, self.command_period, endpoint=True)

@@ -23,7 +23,7 @@ from apexrl.run.records import LoggedEvaluation
 
 MAX_VIDEO_BYTES = 20 * 2**20
 """A larger file is named instead of shown."""
-HEIGHT = 290
+PLOT_HEIGHT = 290
 """Of a plot that does not say how high it is, in pixels."""
 NUM_COLORS = 8
 DASHES = ("none", "7 3", "2 2.5", "9 3 2 3")
