@@ -113,6 +113,8 @@ def _refused_file(outcome: Outcome) -> str:
 
 
 def _remove(run_dir: Path) -> None:
+    if not run_dir.exists():  # it was refused before anything was written
+        return
     for path in sorted(run_dir.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     run_dir.rmdir()

@@ -97,7 +97,8 @@ class Outcome:
         said = " ".join(self.said.split())
         if self.code != 2:
             return f"{names}exit code {self.code} instead of 2: {self.said[-600:]}"
-        if "Traceback" in self.said or self.said.count("apexrl: ") != 1:
+        warnings = self.said.count("apexrl: A confidence interval of")  # the runs evaluate few episodes
+        if "Traceback" in self.said or self.said.count("apexrl: ") - warnings != 1:
             return f"{names}not one message: {self.said[-900:]}"
         missing = [part for part in parts if part not in said]
         return f"{names}the message lacks {missing}: {self.said[-600:]}" if missing else ""

@@ -26,7 +26,7 @@ from apexrl.collectors.episodes import (
     successful_episodes,
 )
 from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, RolloutStats, endless, hash_init_state
-from apexrl.core.errors import ConfigError, EnvError
+from apexrl.core.errors import ConfigError, EnvError, plural
 from apexrl.core.metrics import EpisodeMetrics, fold_episodes
 from apexrl.core.types import CONTROL_STEPS, DONE, GROUP, METRIC, OBSERVATION, PRE_TANH, REWARD, SAMPLED_SUCCESS, VALID
 from apexrl.envs.suites.base import InitState
@@ -385,7 +385,7 @@ class RolloutGenerator(BaseCollector):
             for state_hash in new:
                 self.stats.skip(state_hash)
             self.on_message(
-                f"Skipped {_count(len(new), 'init state')} whose last {self.rollouts_per_env} rollouts all succeeded: "
+                f"Skipped {plural(len(new), 'init state')} whose last {self.rollouts_per_env} rollouts all succeeded: "
                 f"{self._names(list(new.values()))}."
             )
 
@@ -424,7 +424,7 @@ class RolloutGenerator(BaseCollector):
         self._counts["control_steps"] += int(batch[METRIC, CONTROL_STEPS].sum())
         self._counts["lost_episodes"] += num_lost
         if num_lost:
-            self.on_message(f"Discarded {_count(num_lost, 'episode')}: the workers that ran them died.")
+            self.on_message(f"Discarded {plural(num_lost, 'episode')}: the workers that ran them died.")
 
     def _tell_dropped(self, groups: list[_Group]) -> None:
         if not self.enable_dynamic_sampling:
@@ -434,12 +434,12 @@ class RolloutGenerator(BaseCollector):
             self._counts["groups_dropped"] += len(dropped)
             if dropped:
                 self.on_message(
-                    f"Dropped {_count(len(dropped), 'group')} whose rollouts all {word}: {self._names(dropped)}."
+                    f"Dropped {plural(len(dropped), 'group')} whose rollouts all {word}: {self._names(dropped)}."
                 )
 
     def _tell_outcome(self, found: int, *, is_mixed: bool) -> None:
         counts = self._counts
-        attempts = _count(counts["attempts"], "attempt")
+        attempts = plural(counts["attempts"], "attempt")
         if not found:
             raise EnvError(
                 f"{counts['lost_episodes']} of {counts['episodes']} episodes of a batch were lost: their workers died, "
@@ -448,8 +448,8 @@ class RolloutGenerator(BaseCollector):
             )
         if counts["envs_created"]:
             self.on_message(
-                f"Made {_count(counts['envs_created'], 'simulator')} in {self._seconds_creating:.1f} s; "
-                f"{_count(counts['envs_reused'], 'episode')} reused one."
+                f"Made {plural(counts['envs_created'], 'simulator')} in {self._seconds_creating:.1f} s; "
+                f"{plural(counts['envs_reused'], 'episode')} reused one."
             )
         if not is_mixed:
             self.on_message(
@@ -481,7 +481,3 @@ def _gpu(agent_gpus: Sequence[int]) -> torch.device | None:
     if len(agent_gpus) > 1 or any(not 0 <= gpu < max(count, 1) for gpu in agent_gpus):
         raise ConfigError(f"agent_gpus must name one of the {count} GPUs here, or none, got {list(agent_gpus)}.")
     return torch.device("cuda", agent_gpus[0]) if agent_gpus and count else None
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -53,6 +53,11 @@ def requirement(config: Any, section: str) -> Callable[[str, bool, str], None]:
     return require
 
 
+def plural(number: int, noun: str) -> str:
+    """Return ``"1 group"`` or ``"2 groups"``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the nearest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -19,7 +19,7 @@ from apexrl.collectors import BaseCollector, DemoCollector, RolloutGenerator, Ro
 from apexrl.collectors.demonstrations.record import Recorded, record_demos
 from apexrl.collectors.demonstrations.samples import SUFFIX, load_demos
 from apexrl.collectors.init_states import read_statistics
-from apexrl.core.errors import ConfigError, EnvError
+from apexrl.core.errors import ConfigError, EnvError, plural
 from apexrl.core.system import distributed
 from apexrl.core.system.files import write_json
 from apexrl.core.system.json_lines import read_json_lines
@@ -96,13 +96,12 @@ def record_own_demos(task: SuiteConfig, run_dir: Path, tell: Callable[[str], Non
             f"task.num_demos must be at most {available}, the training states of a task of '{task.benchmark_name}', "
             f"got {task.num_demos}."
         )
-    tell(
-        f"Recording {_num_demonstrations(task.num_demos)} of {', '.join(missing)} with scripted experts, in {directory}"
-    )
+    what = f"{plural(task.num_demos, 'demonstration')} of {', '.join(missing)}"
+    tell(f"Recording {what} with scripted experts, in {directory}")
 
     def note(name: str, recorded: Recorded) -> None:
         failed = f", {recorded.num_failures} attempts failed" if recorded.num_failures else ""
-        tell(f"  {name}: {_num_demonstrations(recorded.num_demos)}, {recorded.num_steps} steps{failed}")
+        tell(f"  {name}: {plural(recorded.num_demos, 'demonstration')}, {recorded.num_steps} steps{failed}")
 
     num_workers = num_cores() if task.num_workers is None else task.num_workers
     num_workers = 0 if len(missing) == 1 else min(num_workers, len(missing))
@@ -113,10 +112,6 @@ def record_own_demos(task: SuiteConfig, run_dir: Path, tell: Callable[[str], Non
             f"task.num_demos: {error} These are options of 'apexrl demos', whose directory task.demos takes; here the "
             "horizon is task.max_episode_length."
         ) from error
-
-
-def _num_demonstrations(count: int) -> str:
-    return f"{count} demonstration{'' if count == 1 else 's'}"
 
 
 def needs_own_demos(config: Config) -> bool:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from apexrl.collectors.demonstrations.samples import SUFFIX, hdf5
 from apexrl.core.errors import ConfigError, EnvError
+from apexrl.core.system import files
 from apexrl.envs.suites.base import Simulator, TaskSuite
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ def _write_file(path: Path, suite: TaskSuite, task_id: int, demos: Sequence[_Dem
     name, instruction = suite.task_names[task_id], suite.instructions[task_id]
     temporary = _unfinished(path)
     try:
-        with hdf5().File(temporary, "w") as file:
+        with files.writing(path), hdf5().File(temporary, "w") as file:
             data = file.create_group("data")
             data.attrs["num_demos"] = len(demos)
             data.attrs["demonstrator"] = demonstrator

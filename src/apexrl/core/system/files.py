@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,12 +25,16 @@ def writing(path: Path) -> Iterator[None]:
     """Name the file when the disk is full, or it cannot be written for another reason.
 
     Raises:
-        RunDirError: in place of an ``OSError`` in the block.
+        RunDirError: in place of an ``OSError`` in the block, or of what HDF5 raises as it closes a file.
     """
     try:
         yield
-    except OSError as error:
-        raise RunDirError(f"{path} cannot be written: {error.strerror or error}.") from error
+    except (OSError, RuntimeError) as error:
+        number = getattr(error, "errno", None) or int((re.findall(r"errno = (\d+)", str(error)) or [0])[0])
+        if isinstance(error, RuntimeError) and not number:
+            raise
+        reason = os.strerror(number) if number else error  # HDF5's own text is long, and names a temporary file
+        raise RunDirError(f"{path} cannot be written: {reason}.") from error
 
 
 @contextmanager

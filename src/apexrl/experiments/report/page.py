@@ -12,7 +12,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
-from apexrl.core.errors import ConfigError
+from apexrl.core.errors import ConfigError, plural
 from apexrl.core.functional.intervals import FEWEST
 from apexrl.core.system.files import replace_text
 from apexrl.core.system.provenance import provenance
@@ -117,7 +117,7 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
         name for name in PAGE_FIELDS if any(name in entry.fields for run in runs for entry in run.evaluations[-1:])
     ]
     content: dict[str, Any] = {
-        "title": names if len(names) <= 60 else _plural(len(groups), "configuration"),
+        "title": names if len(names) <= 60 else plural(len(groups), "configuration"),
         "lead": _lead(groups),
         "groups": [_group_entry(group, index, fields) for index, group in enumerate(groups)],
         "fields": [{"name": name, "title": PAGE_FIELDS[name][0], "form": PAGE_FIELDS[name][1]} for name in fields],
@@ -212,14 +212,10 @@ def duration(seconds: float | None) -> str:
 def _lead(groups: Sequence[Group]) -> str:
     num_runs = sum(len(group.runs) for group in groups)
     tasks = dict.fromkeys(_task(group) for group in groups)
-    text = _plural(num_runs, "run")
+    text = plural(num_runs, "run")
     if len(groups) > 1 or num_runs > 1:
-        text += f" of {_plural(len(groups), 'configuration')}"
+        text += f" of {plural(len(groups), 'configuration')}"
     return f"{text} on {', '.join(tasks)}."
-
-
-def _plural(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' if number > 1 else ''}"
 
 
 def _task(group: Group) -> str:
@@ -298,7 +294,7 @@ def _maps(groups: Sequence[Group], plots: _Plots) -> list[dict[str, Any]]:
             outcomes = [entry["outcomes"] for entry in run.init_states.values() if entry["outcomes"]]
             if not outcomes:
                 continue
-            text = _plural(len(outcomes), "state")
+            text = plural(len(outcomes), "state")
             if isinstance(needed, int):
                 mastered = sum(len(last) >= needed and all(last[-needed:]) for last in outcomes)
                 text = f"{mastered} of {text} mastered (the last {needed} rollouts succeeded)"

@@ -14,7 +14,7 @@ from tests.refusals import refused
 
 from apexrl.collectors.demonstrations.record import Recorded, record_demos
 from apexrl.collectors.demonstrations.samples import load_demos
-from apexrl.core.errors import ConfigError, EnvError
+from apexrl.core.errors import ConfigError, EnvError, RunDirError
 from apexrl.envs.suites.base import Simulator
 
 
@@ -171,7 +171,7 @@ def test_a_recording_that_breaks_off_leaves_the_old_file(tmp_path: Path, monkeyp
         raise OSError("No space left on device")
 
     monkeypatch.setattr(h5py.Group, "create_dataset", full_disk)
-    with refused(OSError, "No space left on device"):
+    with refused(RunDirError, tmp_path / "right_demo.hdf5", "No space left on device"):
         record_demos(suite, tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["right_demo.hdf5"]
     assert (tmp_path / "right_demo.hdf5").read_bytes() == before

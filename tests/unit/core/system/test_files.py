@@ -98,3 +98,19 @@ def test_a_file_that_was_deleted_meanwhile_is_no_lock(tmp_path: Path, monkeypatc
     with refused(RunDirError, tmp_path, "is in use"):
         other.acquire()
     lock.release()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "Unable to create file (errno = 28, error message = 'No space left on device', buf = 0x55732e34)"),
+        RuntimeError("Can't decrement id ref count (unable to close file, errno = 28, error message = '...')"),
+    ],
+    ids=["write", "close"],
+)
+def test_a_full_disk_that_hdf5_meets_is_said_in_few_words(tmp_path: Path, error: Exception) -> None:
+    with refused(RunDirError, tmp_path / "a.hdf5", "No space left on device") as caught, writing(tmp_path / "a.hdf5"):
+        raise error
+    assert "buf" not in str(caught.value)
+    with pytest.raises(RuntimeError, match="another"), writing(tmp_path / "a.hdf5"):
+        raise RuntimeError("another")
