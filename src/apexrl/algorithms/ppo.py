@@ -32,7 +32,7 @@ from apexrl.core.functional import (
     value_loss,
 )
 from apexrl.core.system import distributed
-from apexrl.core.system.acceleration import Acceleration, Captured, Compiled
+from apexrl.core.system.acceleration import Acceleration, Captured, Compiled, memory_pool
 from apexrl.core.types import (
     ACTION,
     ADVANTAGE,
@@ -247,6 +247,7 @@ class PPO(BaseAlgorithm):
             separate_clip_prefix=separate_clip_prefix,
         )
         self._evaluator = _Evaluator(learner, self.acceleration)
+        self._pool = memory_pool()
         self._run_step = Compiled(self._step, enabled=self.acceleration.compile, device=device)
         self._captured_epoch = self._captured("The update", self._epoch)
         self._captured_advantage = self._captured("The advantage", self._compute_advantage)
@@ -257,7 +258,8 @@ class PPO(BaseAlgorithm):
         self._data: dict[str, Any] = {}
 
     def _captured(self, name: str, function: Callable[..., Any]) -> Captured:
-        return Captured(name, function, enabled=self.acceleration.graphs and self.policy.device.type == "cuda")
+        enabled = self.acceleration.graphs and self.policy.device.type == "cuda"
+        return Captured(name, function, enabled=enabled, pool=self._pool)
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Learn from one rollout ``[T, N]``, then let the normaliser see it."""

@@ -64,14 +64,22 @@ class Captured:
         function: what to run.
         enabled: False always runs eagerly.
         generators: random generators that the function draws from, besides the default one.
+        pool: memory that it may share with functions that return nothing either, from ``memory_pool``.
     """
 
     def __init__(
-        self, name: str, function: Callable[..., Any], *, enabled: bool, generators: Sequence[torch.Generator] = ()
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *,
+        enabled: bool,
+        generators: Sequence[torch.Generator] = (),
+        pool: Any = None,
     ) -> None:
         self.name, self.function = name, function
         self.enabled = enabled and torch.cuda.is_available()
         self.generators = generators
+        self.pool = pool
         self.entries: dict[tuple[Any, ...], _Entry] = {}
 
     def __call__(self, *arguments: Tensor) -> Any:
@@ -118,7 +126,7 @@ class Captured:
         for generator in self.generators:
             graph.register_generator_state(generator)
         torch.cuda.synchronize()
-        with gc_paused(), torch.cuda.graph(graph):
+        with gc_paused(), torch.cuda.graph(graph, pool=self.pool):
             entry.output = self.function(*entry.inputs)
         entry.graph = graph
 
@@ -126,6 +134,11 @@ class Captured:
         # A capture that broke off leaves generators waiting for its end; a copy of their state does not.
         for generator in (torch.cuda.default_generators[torch.cuda.current_device()], *self.generators):
             generator.graphsafe_set_state(generator.clone_state())
+
+
+def memory_pool() -> Any:
+    """Return memory for graphs that run one after another and leave nothing in it; None without CUDA."""
+    return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
 
 @contextmanager
