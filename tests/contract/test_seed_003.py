@@ -35,6 +35,9 @@ from apexrl import (
 )
 from apexrl.core.errors import ConfigError, EnvError
 from apexrl.core.metrics import EpisodeMetrics
+from apexrl.core.types import Evaluation
+from apexrl.policies.base import state_values
+from apexrl.policies.networks import DiagGaussian
 from apexrl.run.build import make_policy
 from apexrl.run.loading import load_config
 
@@ -190,6 +193,87 @@ class LinearPolicy(Policy):
     def get_value(self, obs: Tensor) -> Tensor:
         value: Tensor = self.critic(obs)
         return value
+
+
+@pytest.mark.parametrize("make", [SyncCollector, AsyncCollector])
+def test_a_policy_of_the_three_methods_learns_under_ppo_with_every_collector(make: Any) -> None:
+    env = make_env("pendulum", 4)
+    policy = LinearPolicy(3, 1)
+    before = torch.cat([p.detach().flatten().clone() for p in policy.parameters()])
+    algorithm = PPO(policy=policy, cfg=PPOConfig(num_steps=8, num_minibatches=2))
+    trainer = Trainer(env, policy, algorithm, collector=make(env, policy))
+    try:
+        trainer.learn(128)
+        assert not torch.equal(before, torch.cat([p.detach().flatten() for p in policy.parameters()]))
+        assert trainer.evaluate(2).num_episodes == 2
+    finally:
+        trainer.close()
+
+
+class ChunkPolicy(LinearPolicy):
+    """The three methods for a suite, where an observation has groups."""
+
+    def normal(self, obs: Any) -> torch.distributions.Normal:
+        return super().normal(obs["state"])
+
+    def get_value(self, obs: Any) -> Tensor:
+        return super().get_value(obs["state"])
+
+    def forward(self, obs: Any, deterministic: bool = False) -> PolicyOutput:
+        action = self.normal(obs).sample()
+        return PolicyOutput(action, self.evaluate_actions(obs, action)[0], self.get_value(obs))
+
+
+def test_a_policy_of_the_three_methods_learns_under_rloo_from_groups_of_episodes() -> None:
+    env = SuiteVecEnv(PointSuite(), 4, chunk=5, num_workers=0)
+    policy = ChunkPolicy(2, 10)
+    cfg = RLOOConfig(rloo_batch_size=2, num_groups=2, oversample=1.0, enable_dynamic_sampling=False)
+    trainer = Trainer(env, policy, RLOO(policy=policy, cfg=cfg))
+    trainer.learn(1)
+    assert trainer.evaluate(4).num_episodes == 4
+    trainer.close()
+
+
+class BatchPolicy(Policy):
+    """A new policy: what the collectors and algorithms call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def act(self, carry: dict[str, Any], deterministic: bool = False) -> dict[str, Tensor]:
+        action = DiagGaussian(self.actor(carry["observation"]), torch.zeros(1)).sample()
+        return {"action": action, "sample_log_prob": self.evaluate({**carry, "action": action}).log_prob}
+
+    def evaluate(self, batch: Any) -> Evaluation:
+        normal = DiagGaussian(self.actor(batch["observation"]), torch.zeros(1))
+        return Evaluation(normal.log_prob(batch["action"]), normal.entropy(), self.critic(batch["observation"]))
+
+    def values(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return state_values(batch, self.critic)
+
+
+def test_the_three_methods_are_derived_from_act_evaluate_and_values() -> None:
+    policy, env = BatchPolicy(), make_env("pendulum", 4)
+    for obs in (env.reset(seed=0), torch.randn(2, 5, 3)):
+        action, log_prob, value = policy(obs)
+        again, entropy = policy.evaluate_actions(obs, action)
+        torch.testing.assert_close(again, log_prob)
+        torch.testing.assert_close(policy.get_value(obs), value)
+        assert log_prob.shape == entropy.shape == value.shape == (*obs.shape[:-1], 1)
+    Trainer(env, policy, PPO(policy=policy, cfg=PPOConfig(num_steps=8))).learn(64)
+
+
+@pytest.mark.parametrize(
+    ("missing", "remedy"), [("act", "forward"), ("evaluate", "distribution"), ("values", "get_value")]
+)
+def test_a_policy_that_lacks_a_method_is_refused(missing: str, remedy: str) -> None:
+    class Lacking(BatchPolicy):
+        pass
+
+    setattr(Lacking, missing, getattr(Policy, missing))
+    with refused(TypeError, "Lacking", missing, remedy):
+        Lacking()
 
 
 class Reinforce(BaseAlgorithm):

@@ -9,8 +9,8 @@ import gymnasium as gym
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.core.types import OBSERVATION, Carry, Evaluation, Observation, PolicyOutput
-from apexrl.policies.base import Policy
+from apexrl.core.types import OBSERVATION, Carry, Evaluation, Observation
+from apexrl.policies.base import Policy, state_values
 from apexrl.policies.exploration import explore, initial_noise, stored_log_prob
 from apexrl.policies.networks import Distribution, MLPActor, MLPCritic, ObservationNormalizer
 
@@ -46,25 +46,12 @@ class ActorCritic(Policy):
 
     def distribution(self, obs: Observation) -> Distribution:
         """Return the action distribution for observations ``[..., *shape]``."""
-        distribution: Distribution = self.actor(self.normalized(obs))
+        return self._distribution(self.normalized(obs))
+
+    def _distribution(self, obs: Observation) -> Distribution:
+        """Return the action distribution for normalised observations."""
+        distribution: Distribution = self.actor(obs)
         return distribution
-
-    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
-        """Return action, log-probability and value."""
-        obs = self.normalized(obs)
-        distribution = self.actor(obs)
-        action = distribution.mode if deterministic else distribution.sample()
-        return PolicyOutput(action, distribution.log_prob(action), self.critic(obs))
-
-    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of stored actions."""
-        distribution = self.distribution(obs)
-        return distribution.log_prob(action), distribution.entropy()
-
-    def get_value(self, obs: Observation) -> Tensor:
-        """Return the value of states."""
-        value: Tensor = self.critic(self.normalized(obs))
-        return value
 
     def initial_state(self, num_envs: int) -> dict[str, Tensor]:
         """Return the noise of gSDE, where the actor explores so."""
@@ -77,5 +64,9 @@ class ActorCritic(Policy):
     def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
         """Evaluate stored actions, normalising the observations once."""
         obs = self.normalized(batch[OBSERVATION])
-        distribution = self.actor(obs)
+        distribution = self._distribution(obs)
         return Evaluation(stored_log_prob(distribution, batch), distribution.entropy(), self.critic(obs))
+
+    def values(self, batch: Mapping[str, Any] | TensorDict) -> tuple[Tensor, Tensor]:
+        """Value states with the critic."""
+        return state_values(batch, lambda obs: self.critic(self.normalized(obs)))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol, Self
 
 import gymnasium as gym
@@ -29,6 +29,9 @@ from apexrl.core.types import (
 from apexrl.policies.exploration import NOISE_KEYS
 from apexrl.policies.networks import Distribution, ObservationNormalizer
 
+_IMPLEMENT_ONE = (("act", "forward"), ("evaluate", "distribution", "evaluate_actions"), ("values", "get_value"))
+"""Of each of these a policy has its own; the base class derives the others."""
+
 
 class HasSpaces(Protocol):
     """Anything with the spaces of one environment, such as a ``VecEnv``."""
@@ -37,11 +40,11 @@ class HasSpaces(Protocol):
     action_space: gym.Space[Any]
 
 
-class Policy(nn.Module, ABC):
+class Policy(nn.Module):
     """Networks that act, evaluate stored actions, and value states.
 
-    A new policy implements ``forward``, ``evaluate_actions`` and ``get_value``. The other methods have defaults in
-    terms of these three; a policy with memory, or one that can share work between them, overrides them.
+    A policy implements ``act``, ``evaluate`` (or ``distribution``) and ``values``, or their simple forms ``forward``,
+    ``evaluate_actions`` and ``get_value``, which take observations alone: either three are derived from the other.
     """
 
     normalizer: ObservationNormalizer | None
@@ -50,11 +53,20 @@ class Policy(nn.Module, ABC):
     """What ``for_env`` created the policy with; None where it was created otherwise."""
     sequential: bool = False
     """True when minibatches must keep whole sequences ``[T, n]`` (memory); False for shuffled samples ``[B]``."""
+    has_value: bool = True
+    """Whether a critic of states is learned, as PPO needs it."""
+    extra_keys: tuple[str, ...] = ()
+    """What ``act`` returns besides action and log-probability, and ``evaluate`` needs back."""
+    chunk: int = 1
+    """Actions that one step takes; where there are more, ``evaluate`` leaves out those beyond ``valid_steps``."""
 
     def __init__(
         self, observation_space: gym.Space[Any] | None = None, action_space: gym.Space[Any] | None = None
     ) -> None:
         super().__init__()
+        for methods in _IMPLEMENT_ONE:
+            if not any(self._implements(method) for method in methods):
+                raise TypeError(f"{type(self).__name__} must implement one of {', '.join(methods)}.")
         self.normalizer = None
         self.observation_space, self.action_space = observation_space, action_space
         """Of the environments that it was made for; None when they are not known, and then not checked."""
@@ -83,18 +95,6 @@ class Policy(nn.Module, ABC):
         if ours is not None and (type(ours) is not type(theirs) or _choices(ours) != _choices(theirs)):
             raise ConfigError(f"The policy was made for actions {ours}, but {name} takes {theirs}. {remedy}")
 
-    @abstractmethod
-    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
-        """Return action, log-probability and value; the action is sampled unless ``deterministic``."""
-
-    @abstractmethod
-    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of stored actions, each ``[..., 1]``."""
-
-    @abstractmethod
-    def get_value(self, obs: Observation) -> Tensor:
-        """Return the value of states, ``[..., 1]``."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> PolicyOutput:
         """``forward``, typed; a plain tuple becomes a ``PolicyOutput``."""
         output = super().__call__(*args, **kwargs)
@@ -102,16 +102,6 @@ class Policy(nn.Module, ABC):
             found = f"{len(output)} values" if isinstance(output, tuple) else type(output).__name__
             raise TypeError(f"{type(self).__name__}.forward must return (action, log_prob, value), got {found}.")
         return PolicyOutput(*output)
-
-    @property
-    def has_value(self) -> bool:
-        """Whether ``get_value`` is learned; a policy without a critic says no."""
-        return True
-
-    @property
-    def extra_keys(self) -> tuple[str, ...]:
-        """What ``act`` returns besides action and log-probability, and ``evaluate`` needs back."""
-        return ()
 
     @property
     def device(self) -> torch.device:
@@ -128,6 +118,40 @@ class Policy(nn.Module, ABC):
         state = self.initial_state(num_envs)
         return {name: value for name, value in state.items() if name not in NOISE_KEYS}
 
+    def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
+        """Act on a carry, which starts from an empty memory where it holds none.
+
+        Returns:
+            ``action``, ``sample_log_prob`` (where the policy gives one), ``extra_keys``, the next recurrent state.
+        """
+        obs = carry[OBSERVATION]
+        output = self(obs, deterministic=deterministic)
+        self._check_column("log_prob of forward", output.log_prob, obs.shape[:1])
+        return {ACTION: output.action, SAMPLE_LOG_PROB: output.log_prob}
+
+    def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
+        """Evaluate the stored actions of a minibatch under the current weights, each result ``[..., 1]``.
+
+        Without a recurrent state in the batch, every row starts from an empty memory.
+        """
+        log_prob, entropy = self.evaluate_actions(batch[OBSERVATION], batch[ACTION])
+        value = self.get_value(batch[OBSERVATION])
+        rows = batch[ACTION].shape[: max(1, value.ndim - 1)]
+        self._check_column("value of get_value", value, rows)
+        self._check_column("log_prob of evaluate_actions", log_prob, rows)
+        self._check_column("entropy of evaluate_actions", entropy, rows)
+        return Evaluation(log_prob, entropy, value)
+
+    def values(self, batch: Mapping[str, Any] | TensorDict) -> tuple[Tensor, Tensor]:
+        """Value every state of a batch ``[T, N]``, and the true successor of every step.
+
+        The successor of a terminated step has no value; what stands there is not used. A batch ``[...]`` without
+        ``next_observation`` has values alone, and NaN for its successors.
+        """
+        value, next_value = state_values(batch, self.get_value)
+        self._check_column("value of get_value", value, batch[OBSERVATION].shape[: max(1, value.ndim - 1)])
+        return value, next_value
+
     def distribution(self, obs: Observation) -> Distribution:
         """Return the action distribution, for policies that have one for observations alone."""
         raise TypeError(
@@ -138,22 +162,31 @@ class Policy(nn.Module, ABC):
         """Do the same as ``distribution``."""
         return self.distribution(obs)
 
-    def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
-        """Act on a carry: returns ``action``, ``sample_log_prob`` and the next recurrent state."""
-        obs = carry[OBSERVATION]
-        output = self(obs, deterministic=deterministic)
-        self._check_column("log_prob of forward", output.log_prob, obs.shape[:1])
-        return {ACTION: output.action, SAMPLE_LOG_PROB: output.log_prob}
+    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
+        """Return action, log-probability and value; the action is sampled unless ``deterministic``."""
+        output = self.act({OBSERVATION: obs}, deterministic)
+        log_prob = output.get(SAMPLE_LOG_PROB)
+        if log_prob is None:
+            log_prob, _ = self.evaluate_actions(obs, output[ACTION])
+        return PolicyOutput(output[ACTION], log_prob, self.get_value(obs))
 
-    def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
-        """Evaluate the stored actions of a minibatch under the current weights."""
-        log_prob, entropy = self.evaluate_actions(batch[OBSERVATION], batch[ACTION])
-        value = self.get_value(batch[OBSERVATION])
-        rows = batch[ACTION].shape[: max(1, value.ndim - 1)]
-        self._check_column("value of get_value", value, rows)
-        self._check_column("log_prob of evaluate_actions", log_prob, rows)
-        self._check_column("entropy of evaluate_actions", entropy, rows)
-        return Evaluation(log_prob, entropy, value)
+    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy of stored actions, each ``[..., 1]``.
+
+        Where there is a ``distribution``, the critic, which may need privileged groups, does not run.
+        """
+        if self._implements("distribution"):
+            distribution = self.distribution(obs)
+            return distribution.log_prob(action), distribution.entropy()
+        log_prob, entropy, _ = self.evaluate({OBSERVATION: obs, ACTION: action})
+        return log_prob, entropy
+
+    def get_value(self, obs: Observation) -> Tensor:
+        """Return the value of states, ``[..., 1]``."""
+        return self.values({OBSERVATION: obs})[0]
+
+    def _implements(self, method: str) -> bool:
+        return getattr(type(self), method) is not getattr(Policy, method)
 
     def _check_column(self, what: str, tensor: Tensor, rows: torch.Size) -> None:
         """Refuse what has not one number a row: losses would silently be spread over ``[B, B]``."""
@@ -162,21 +195,6 @@ class Policy(nn.Module, ABC):
                 f"{type(self).__name__}: the {what} must be {[*rows, 1]}, got {list(tensor.shape)}. Keep the last "
                 "dimension: sum(-1, keepdim=True), or unsqueeze(-1)."
             )
-
-    def values(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
-        """Value every state of a batch ``[T, N]``, and the true successor of every step.
-
-        A step that goes on shares its successor with the next step, so on the CPU only truncated steps and the last
-        one are evaluated again. The successor of a terminated step has no value; what stands there is not used.
-        """
-        if batch[TRUNCATED].is_cuda:  # to count the rows would wait for the device
-            return in_chunks(self.get_value, batch[OBSERVATION]), in_chunks(self.get_value, batch[NEXT_OBSERVATION])
-        value = self.get_value(batch[OBSERVATION])
-        self._check_column("value of get_value", value, batch.batch_size)
-        rows = open_ends(batch)
-        next_value = shift(value)
-        next_value[rows] = self.get_value(batch[NEXT_OBSERVATION][rows])
-        return value, next_value
 
     def update_normalizer(self, obs: Observation, apply: Tensor | None = None) -> None:
         """Merge observations into the running statistics; where ``apply`` is false nothing changes."""
@@ -203,20 +221,41 @@ def _choices(space: Any) -> tuple[int, ...]:
     return tuple(np.ravel(sizes).tolist())
 
 
-def open_ends(batch: TensorDict) -> tuple[Tensor, ...]:
-    """Index the steps of a batch whose successor is not the next step's state: truncated ones and the last."""
+def state_values(batch: Mapping[str, Any] | TensorDict, value_of: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return what ``Policy.values`` does, for a policy that values observations without a memory."""
+    if NEXT_OBSERVATION not in batch.keys():  # noqa: SIM118
+        value = value_of(batch[OBSERVATION])
+        return value, torch.full_like(value, torch.nan)
+    if batch[TRUNCATED].is_cuda:
+        value_of = partial(_in_chunks, value_of)
+    value = value_of(batch[OBSERVATION])
+    return value, successor_values(batch, value, lambda rows: value_of(batch[NEXT_OBSERVATION][rows]))
+
+
+def successor_values(
+    batch: Mapping[str, Any] | TensorDict, value: Tensor, value_after: Callable[[Any], Tensor]
+) -> Tensor:
+    """Return V(s'_t) of a batch ``[T, N]`` with the values V(s_t).
+
+    A step that does not end an episode shares its successor with the next step, so on the CPU only truncated steps and
+    the last one are evaluated again.
+
+    Args:
+        batch: with ``truncated``.
+        value: V(s_t).
+        value_after: values the successors of the steps that an index picks.
+    """
+    if value.is_cuda:  # to count the rows would wait for the device
+        return value_after(slice(None))
     ends = batch[TRUNCATED].squeeze(-1).clone()
     ends[-1] = True
-    rows: tuple[Tensor, ...] = ends.nonzero(as_tuple=True)
-    return rows
+    rows = ends.nonzero(as_tuple=True)
+    next_value = torch.cat((value[1:], value[-1:]))
+    next_value[rows] = value_after(rows)
+    return next_value
 
 
-def in_chunks(function: Callable[[Any], Tensor], obs: Observation, max_rows: int = 65_536) -> Tensor:
+def _in_chunks(function: Callable[[Any], Tensor], obs: Observation, max_rows: int = 65_536) -> Tensor:
     """Apply a function to ``[T, N, ...]`` some steps at a time, so that its activations stay small."""
     steps = max(1, max_rows // obs.shape[1])
     return torch.cat([function(obs[start : start + steps]) for start in range(0, obs.shape[0], steps)])
-
-
-def shift(value: Tensor) -> Tensor:
-    """Move ``[T, ...]`` one step earlier; the last entry is a copy to be overwritten."""
-    return torch.cat((value[1:], value[-1:]))

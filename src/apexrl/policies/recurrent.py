@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.core.types import DONE, NEXT_OBSERVATION, OBSERVATION, Carry, Evaluation, Observation, PolicyOutput
-from apexrl.policies.base import Policy, open_ends, shift
+from apexrl.core.types import DONE, NEXT_OBSERVATION, OBSERVATION, Carry, Evaluation, Observation
+from apexrl.policies.base import Policy, successor_values
 from apexrl.policies.exploration import explore, initial_noise, stored_log_prob
 from apexrl.policies.networks import Distribution, ObservationEncoder, ObservationNormalizer
 from apexrl.policies.networks.actor import ActionHead
@@ -23,8 +23,8 @@ HIDDEN = "hidden"
 class RecurrentActorCritic(Policy):
     """Encoder, GRU and two heads. The rollout carries the hidden state and zeroes it where an episode ended.
 
-    ``forward``, ``evaluate_actions`` and ``get_value`` take single observations and start from an empty memory;
-    ``act``, ``evaluate`` and ``values`` use the memory that the carry or the batch holds.
+    ``act``, ``evaluate`` and ``values`` use the memory that the carry or the batch holds; without one, as in
+    ``forward``, ``evaluate_actions`` and ``get_value``, every observation is the first of an episode.
 
     Args:
         observation_space: of the environments.
@@ -78,48 +78,38 @@ class RecurrentActorCritic(Policy):
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
         """Act and return the next memory."""
-        hidden = self._remember(self._features(self.normalized(carry[OBSERVATION])), carry[HIDDEN])
+        hidden = self._remember(self._features(self.normalized(carry[OBSERVATION])), carry.get(HIDDEN))
         return {**explore(self.action_head(hidden), carry, deterministic), HIDDEN: hidden}
 
     def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
         """Run through the sequences ``[T, n]`` from the memory at their first step."""
         obs = self.normalized(batch[OBSERVATION])
-        features = self._features(obs)
+        memory = self._memories(self._features(obs), batch)
+        distribution: Distribution = self.action_head(memory)
+        return Evaluation(stored_log_prob(distribution, batch), distribution.entropy(), self._value(memory, obs))
+
+    def values(self, batch: Mapping[str, Any] | TensorDict) -> tuple[Tensor, Tensor]:
+        """Value every step from the memory stored with it: one batched step of the GRU, no loop."""
+        memory, value = self._remember_and_value(batch[OBSERVATION], batch.get(HIDDEN))
+        if NEXT_OBSERVATION not in batch.keys():  # noqa: SIM118
+            return value, torch.full_like(value, torch.nan)
+
+        def value_after(rows: Any) -> Tensor:
+            return self._remember_and_value(batch[NEXT_OBSERVATION][rows], memory[rows])[1]
+
+        return value, successor_values(batch, value, value_after)
+
+    def _memories(self, features: Tensor, batch: Mapping[str, Any] | TensorDict) -> Tensor:
+        """Return the memory after every step; without one to begin with, every row is the first of an episode."""
+        if HIDDEN not in batch.keys():  # noqa: SIM118
+            return self._remember(features)
         alive = (~batch[DONE]).to(features.dtype)
         hidden, memories = batch[HIDDEN][0], []
         for t in range(features.shape[0]):
             hidden = self._remember(features[t], hidden)
             memories.append(hidden)
             hidden = hidden * alive[t]
-        memory = torch.stack(memories)
-        distribution: Distribution = self.action_head(memory)
-        return Evaluation(stored_log_prob(distribution, batch), distribution.entropy(), self._value(memory, obs))
-
-    def values(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
-        """Value every step from the memory stored with it: one batched step of the GRU, no loop."""
-        memory, value = self._remember_and_value(batch[OBSERVATION], batch[HIDDEN])
-        if value.is_cuda:  # to count the rows would wait for the device
-            return value, self._remember_and_value(batch[NEXT_OBSERVATION], memory)[1]
-        rows = open_ends(batch)
-        next_value = shift(value)
-        _, next_value[rows] = self._remember_and_value(batch[NEXT_OBSERVATION][rows], memory[rows])
-        return value, next_value
-
-    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
-        """Act from an empty memory."""
-        memory, value = self._remember_and_value(obs)
-        distribution: Distribution = self.action_head(memory)
-        action = distribution.mode if deterministic else distribution.sample()
-        return PolicyOutput(action, distribution.log_prob(action), value)
-
-    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Evaluate actions taken from an empty memory."""
-        distribution: Distribution = self.action_head(self._remember(self._features(self.normalized(obs))))
-        return distribution.log_prob(action), distribution.entropy()
-
-    def get_value(self, obs: Observation) -> Tensor:
-        """Value states from an empty memory."""
-        return self._remember_and_value(obs)[1]
+        return torch.stack(memories)
 
     def _features(self, obs: Observation) -> Tensor:
         features: Tensor = self.trunk(self.encoder(obs))

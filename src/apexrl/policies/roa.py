@@ -22,12 +22,11 @@ from apexrl.core.types import (
     PRIV_FEATURE_KEY,
     PRIV_PRED_KEY,
     Carry,
-    Evaluation,
     Observation,
-    PolicyOutput,
 )
+from apexrl.policies.actor_critic import ActorCritic
 from apexrl.policies.base import HasSpaces, Policy
-from apexrl.policies.exploration import explore, stored_log_prob
+from apexrl.policies.exploration import explore
 from apexrl.policies.networks import Distribution, MLPCritic, ObservationNormalizer
 from apexrl.policies.networks.actor import ActionHead, choice_sizes
 from apexrl.policies.networks.encoder import ObservationEncoder, linear, mlp
@@ -161,20 +160,16 @@ class LatentActor(nn.Module):
         return distribution
 
 
-class _View(Policy):
+class _View(ActorCritic):
     """An actor, what gives it the latent, and the critic, as one policy; the modules are shared with the whole."""
 
     def __init__(
         self, actor: nn.Module, latent: nn.Module, critic: nn.Module, normalizer: Any, latent_key: str
     ) -> None:
-        super().__init__()
+        Policy.__init__(self)  # ActorCritic would create networks
         self.actor, self.latent, self.critic = actor, latent, critic
         self.normalizer = normalizer
         self.latent_key = latent_key
-
-    def distribution(self, obs: Observation) -> Distribution:
-        """Return the action distribution for observations."""
-        return self._distribution(self.normalized(obs))
 
     def _distribution(self, obs: Observation) -> Distribution:
         distribution: Distribution = self.actor(obs, self.latent(obs))
@@ -186,29 +181,6 @@ class _View(Policy):
         latent = self.latent(obs)
         distribution: Distribution = self.actor(obs, latent)
         return {**explore(distribution, carry, deterministic), self.latent_key: latent}
-
-    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
-        """Return action, log-probability and value; the value needs the privileged groups."""
-        obs = self.normalized(obs)
-        distribution = self._distribution(obs)
-        action = distribution.mode if deterministic else distribution.sample()
-        return PolicyOutput(action, distribution.log_prob(action), self.critic(obs))
-
-    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of stored actions."""
-        distribution = self.distribution(obs)
-        return distribution.log_prob(action), distribution.entropy()
-
-    def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
-        """Evaluate stored actions, normalising the observations once."""
-        obs = self.normalized(batch[OBSERVATION])
-        distribution = self._distribution(obs)
-        return Evaluation(stored_log_prob(distribution, batch), distribution.entropy(), self.critic(obs))
-
-    def get_value(self, obs: Observation) -> Tensor:
-        """Return the value of states, which needs the privileged groups."""
-        value: Tensor = self.critic(self.normalized(obs))
-        return value
 
 
 class ROAPolicy(Policy):
@@ -343,6 +315,10 @@ class ROAPolicy(Policy):
         """Return the student's action distribution."""
         return self.student.distribution(obs)
 
+    def values(self, batch: Mapping[str, Any] | TensorDict) -> tuple[Tensor, Tensor]:
+        """Value states, which needs the privileged groups."""
+        return self.student.values(batch)
+
     def _check_groups(self, obs: Observation) -> None:
         """Raise when the student cannot see what it needs."""
         found = leaves(obs)
@@ -352,15 +328,3 @@ class ROAPolicy(Policy):
                 raise KeyError(f"ROAPolicy.act needs {expected}; the groups given are {list(found)}.") from None
             if found[path].shape[-len(shape) :] != shape:
                 raise ValueError(f"ROAPolicy.act needs {expected}, got {list(found[path].shape)}.") from None
-
-    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
-        """Return the student's action, its log-probability, and the value."""
-        return self.student(obs, deterministic=deterministic)
-
-    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of stored actions under the student."""
-        return self.student.evaluate_actions(obs, action)
-
-    def get_value(self, obs: Observation) -> Tensor:
-        """Return the value of states, which needs the privileged groups."""
-        return self.student.get_value(obs)

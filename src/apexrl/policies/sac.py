@@ -9,11 +9,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl.core.errors import ConfigError
-from apexrl.core.types import ACTION, OBSERVATION, Carry, Observation, PolicyOutput
-from apexrl.policies.base import Policy
+from apexrl.core.types import ACTION, OBSERVATION, Carry, Observation
+from apexrl.policies.base import Policy, state_values
 from apexrl.policies.networks import MLPActor, ObservationNormalizer, QEnsemble, SquashedGaussian
 
 
@@ -31,6 +32,7 @@ class SACPolicy(Policy):
         normalize_obs: keep running statistics of the observations and normalise with them.
     """
 
+    has_value = False  # the critics value actions
     centre: Tensor
     scale: Tensor
     acts_uniformly: Tensor
@@ -86,23 +88,13 @@ class SACPolicy(Policy):
         distribution = self.distribution(carry[OBSERVATION])
         return {ACTION: distribution.mode if deterministic else distribution.sample_or_uniform(self.acts_uniformly)}
 
-    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
-        """Return action, log-probability, and the smallest of the critics' values of that action."""
-        distribution = self.distribution(obs)
-        action = distribution.mode if deterministic else distribution.sample()
-        return PolicyOutput(action, distribution.log_prob(action), self._value_of(obs, action))
+    def values(self, batch: Mapping[str, Any] | TensorDict) -> tuple[Tensor, Tensor]:
+        """Give states the smallest of the critics' values of the deterministic action."""
+        return state_values(batch, self._value)
 
-    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of stored actions."""
-        distribution = self.distribution(obs)
-        return distribution.log_prob(action), distribution.entropy()
-
-    def get_value(self, obs: Observation) -> Tensor:
-        """Return the smallest of the critics' values of the deterministic action."""
-        return self._value_of(obs, self.distribution(obs).mode)
-
-    def _value_of(self, obs: Observation, action: Tensor) -> Tensor:
-        value: Tensor = self.critics(self.normalized(obs), self.unit_action(action)).amin(0)
+    def _value(self, obs: Observation) -> Tensor:
+        obs = self.normalized(obs)
+        value: Tensor = self.critics(obs, self.unit_action(self.actor(obs).mode)).amin(0)
         return value
 
 

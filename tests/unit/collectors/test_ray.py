@@ -329,6 +329,38 @@ def test_sac_learns_through_ray_and_a_checkpoint_says_what_it_lacks(tmp_path: Pa
 # What goes wrong
 
 
+class ThreeMethods(Policy):
+    """A policy as the documents write one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, obs: Tensor, deterministic: bool = False) -> PolicyOutput:
+        action = torch.distributions.Normal(self.actor(obs), 1.0).sample()
+        return PolicyOutput(action, self.evaluate_actions(obs, action)[0], self.get_value(obs))
+
+    def evaluate_actions(self, obs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        normal = torch.distributions.Normal(self.actor(obs), 1.0)
+        return normal.log_prob(action), normal.entropy()
+
+    def get_value(self, obs: Tensor) -> Tensor:
+        value: Tensor = self.critic(obs)
+        return value
+
+
+def test_a_policy_of_the_documents_three_methods_learns_under_ppo() -> None:
+    env, policy = make_env("pendulum", 4), ThreeMethods()
+    before = policy.critic.weight.clone()
+    collector = RayCollector(partial(make_env, "pendulum", 4), policy, num_workers=1)
+    trainer = Trainer(env, policy, PPO(policy=policy, cfg=PPOConfig(num_steps=8)), collector=collector)
+    try:
+        trainer.learn(64)
+    finally:
+        trainer.close()
+    assert not torch.equal(policy.critic.weight, before)
+
+
 def test_metrics_that_appear_later_in_a_worker_are_counted() -> None:
     with RayCollector(LateMetricEnv, NumberPolicy(), num_workers=2, seed=0) as collector:
         collector.collect(EPISODE)

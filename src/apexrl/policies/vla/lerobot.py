@@ -15,8 +15,17 @@ from torch import Tensor, nn
 
 from apexrl.core.errors import ConfigError, did_you_mean
 from apexrl.core.observations import is_picture, leaf_spaces
-from apexrl.core.types import ACTION, INSTRUCTION_KEY, OBSERVATION, STATE_KEY, Carry, Observation, PolicyOutput
-from apexrl.policies.base import Policy
+from apexrl.core.types import (
+    ACTION,
+    INSTRUCTION_KEY,
+    OBSERVATION,
+    SAMPLE_LOG_PROB,
+    STATE_KEY,
+    Carry,
+    Evaluation,
+    Observation,
+)
+from apexrl.policies.base import Policy, state_values
 from apexrl.policies.networks import leaves
 from apexrl.policies.vla.policy import VALID_STEPS
 from apexrl.policies.vla.scaling import Scaling
@@ -37,7 +46,7 @@ Tokenize: TypeAlias = Callable[[list[str]], tuple[Tensor, Tensor]]
 class LeRobotPolicy(Policy):
     """A LeRobot policy that acts on our observations and learns by imitation.
 
-    It gives no log-probabilities, so it is for BC and evaluation; ``forward`` and ``evaluate_actions`` say so.
+    It gives no log-probabilities, so it is for BC and evaluation; ``evaluate`` and ``evaluate_actions`` say so.
 
     Args:
         observation_space: with ``state``, ``instruction`` and one uint8 ``[H, W, 3]`` group a camera.
@@ -47,6 +56,8 @@ class LeRobotPolicy(Policy):
         chunk: actions that one step takes; the rest of the policy's own chunk is not used.
         cameras: LeRobot's name of each of our camera groups; None keeps the names.
     """
+
+    has_value = False
 
     def __init__(
         self,
@@ -137,19 +148,14 @@ class LeRobotPolicy(Policy):
         self.scaling.set_statistics(state_mean, state_std, action_mean, action_std, min_std)
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
-        """Return ``action``: the first ``chunk`` actions of its own chunk.
+        """Return ``action``, the first ``chunk`` actions of its own chunk, and NaN for its log-probability.
 
         It follows the ordinary equation from noise that is drawn, ``deterministic`` or not, for it never explores.
         """
-        return {ACTION: self._predict(carry[OBSERVATION])}
+        action = self._predict(carry[OBSERVATION])
+        return {ACTION: action, SAMPLE_LOG_PROB: torch.full_like(action[..., :1], torch.nan)}
 
-    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
-        """Return the action; log-probability and value are NaN and zero, because a LeRobot policy has neither."""
-        action = self._predict(obs)
-        value = torch.zeros_like(action[..., :1])
-        return PolicyOutput(action, torch.full_like(value, torch.nan), value)
-
-    def evaluate_actions(self, obs: Observation, action: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
         """Not to be had.
 
         Raises:
@@ -157,14 +163,9 @@ class LeRobotPolicy(Policy):
         """
         raise ConfigError("A LeRobot policy gives no log-probabilities; use algo.name bc, or policy.kind vla.")
 
-    @property
-    def has_value(self) -> bool:
-        """There is no critic."""
-        return False
-
-    def get_value(self, obs: Observation) -> Tensor:
+    def values(self, batch: Mapping[str, Any] | TensorDict) -> tuple[Tensor, Tensor]:
         """Return zeros: there is no critic."""
-        return torch.zeros(*leaves(obs)[STATE_KEY].shape[:-1], 1, device=self.device)
+        return state_values(batch, lambda obs: torch.zeros_like(leaves(obs)[STATE_KEY][..., :1]))
 
     def imitation_loss(self, batch: Mapping[str, Any] | TensorDict) -> Tensor:
         """Return LeRobot's own loss ``[...]`` of each demonstrated chunk."""

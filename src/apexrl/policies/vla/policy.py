@@ -22,10 +22,9 @@ from apexrl.core.types import (
     Carry,
     Evaluation,
     Observation,
-    PolicyOutput,
 )
-from apexrl.policies.base import Policy
-from apexrl.policies.networks import DiagGaussian, Distribution, leaves
+from apexrl.policies.base import Policy, state_values
+from apexrl.policies.networks import DiagGaussian, leaves
 from apexrl.policies.vla.flow import FlowHead, NoiseKind, masked_mean_square
 from apexrl.policies.vla.likelihood import DiagLaplace, DistributionKind, LikelihoodHead
 from apexrl.policies.vla.model import SIZES, ActionExpert, Dimensions, Prefix, PrefixTransformer
@@ -156,16 +155,8 @@ class VLAPolicy(Policy):
         if value_head:
             D = dimensions.width
             self.critic = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), nn.GELU(), nn.Linear(D, 1))
-
-    @property
-    def has_value(self) -> bool:
-        """Whether there is a value head."""
-        return self.critic is not None
-
-    @property
-    def extra_keys(self) -> tuple[str, ...]:
-        """What ``act`` returns besides action and log-probability, and ``evaluate`` needs back."""
-        return () if self.flow is None else (DENOISING,)
+        self.has_value = value_head
+        self.extra_keys = () if self.flow is None else (DENOISING,)
 
     def set_statistics(
         self,
@@ -187,19 +178,6 @@ class VLAPolicy(Policy):
         """
         self.scaling.set_statistics(state_mean, state_std, action_mean, action_std, min_std)
 
-    def distribution(self, obs: Observation) -> Distribution:
-        """Return the likelihood head's distribution over normalised chunks."""
-        if self.likelihood is None:
-            raise ConfigError("A flow policy has no distribution over chunks; use policy.head likelihood.")
-        shape, prefix = self._read(obs)
-        return self._distribution(shape, prefix)
-
-    def forward(self, obs: Observation, deterministic: bool = False) -> PolicyOutput:
-        """Return action, log-probability and value, which is zero without a value head."""
-        shape, prefix = self._read(obs)
-        output = self._act(shape, prefix, deterministic)
-        return PolicyOutput(output[ACTION], output[SAMPLE_LOG_PROB], self._value(shape, prefix))
-
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
         """Return ``action``, ``sample_log_prob`` and, of a flow policy, ``denoising``.
 
@@ -207,21 +185,6 @@ class VLAPolicy(Policy):
         where that starts: seed PyTorch to get the same action again.
         """
         return self._act(*self._read(carry[OBSERVATION]), deterministic)
-
-    def evaluate_actions(
-        self, obs: Observation, action: Tensor, valid_steps: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of stored chunks ``[..., chunk * A]``.
-
-        A flow policy gives probabilities to whole paths: it takes ``denoising`` in the place of the action.
-
-        Args:
-            obs: ``[...]``.
-            action: the chunks, or paths.
-            valid_steps: ``[..., 1]``, how many actions of each chunk were executed; the others are left out of the
-                log-probability. None when all were.
-        """
-        return self._score(*self._read(obs), action, valid_steps)
 
     def _score(
         self, shape: torch.Size, prefix: Prefix, action: Tensor, valid_steps: Tensor | None
@@ -241,11 +204,15 @@ class VLAPolicy(Policy):
         log_prob, entropy = self.flow.evaluate(self.expert, prefix, path, mask.flatten(0, -2))
         return log_prob.reshape(*shape, 1), entropy.reshape(*shape, 1)
 
-    def get_value(self, obs: Observation) -> Tensor:
-        """Return the value of states; zeros without a value head."""
-        if self.critic is None:
-            return torch.zeros(*self._shape(leaves(obs)), 1, device=self.device)
-        return self._value(*self._read(obs))
+    def values(self, batch: Mapping[str, Any] | TensorDict) -> tuple[Tensor, Tensor]:
+        """Value states; zeros without a value head."""
+
+        def value_of(obs: Observation) -> Tensor:
+            if self.critic is None:
+                return torch.zeros(*self._shape(leaves(obs)), 1, device=self.device)
+            return self._value(*self._read(obs))
+
+        return state_values(batch, value_of)
 
     def _value(self, shape: torch.Size, prefix: Prefix) -> Tensor:
         """Return values ``[*shape, 1]`` from the mean of what the last layer makes of the tokens."""
@@ -261,8 +228,11 @@ class VLAPolicy(Policy):
         return value.float().reshape(*shape, 1)
 
     def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
-        """Evaluate stored chunks, or the stored paths of a flow policy, as far as ``valid_steps`` says."""
-        stored = batch[ACTION] if self.flow is None else batch[DENOISING]
+        """Evaluate stored chunks ``[..., chunk * A]``; where ``valid_steps`` is given, only so many actions count.
+
+        A flow policy gives probabilities to whole paths: ``denoising``, or else a path in the place of the action.
+        """
+        stored = batch[DENOISING if DENOISING in batch.keys() else ACTION]  # noqa: SIM118
         valid_steps = batch[VALID_STEPS] if VALID_STEPS in batch.keys() else None  # noqa: SIM118
         shape, prefix = self._read(batch[OBSERVATION])
         log_prob, entropy = self._score(shape, prefix, stored, valid_steps)
