@@ -15,6 +15,7 @@ from apexrl.core.metrics import begun_before
 from apexrl.core.types import (
     ACTION,
     DONE,
+    INFO,
     METRIC,
     NEXT_OBSERVATION,
     OBSERVATION,
@@ -32,7 +33,7 @@ from apexrl.policies.exploration import NOISE_KEYS
 
 LOG = "log"
 OUTCOME_KEYS = frozenset({REWARD, TERMINATED, TRUNCATED, DONE})
-"""Always kept, with ``metric`` and ``log``: enough for episode statistics."""
+"""Always kept, with ``metric``, ``log`` and ``info``: enough for episode statistics."""
 
 
 @torch.no_grad()
@@ -54,7 +55,7 @@ def rollout(
         actor: maps the carry to ``action``, the next recurrent state, and whatever else should be stored.
         carry: ``observation`` and the recurrent state, ``[N]``.
         num_steps: steps to take.
-        keep: keys to store besides the outcomes, the metrics and the log; None stores everything.
+        keep: keys to store besides the outcomes, the metrics, the log and the control data; None stores everything.
             ``next_observation`` is the true successor of each step, also where an episode ended.
         until_done: stop early, once every environment has finished an episode.
 
@@ -86,6 +87,8 @@ def rollout(
             columns.put_sparse(t, (METRIC, name), value)
         for name, number in step.log.items():
             columns.put_sparse(t, (LOG, name), torch.as_tensor(number, device=env.device).float().mean().view(1, 1))
+        for name, value in step.info.items():
+            columns.put_info(t, name, value)
         carry = _next_carry(carry, output, step)
         if until_done:
             pending &= ~(step.terminated | step.truncated)
@@ -201,6 +204,10 @@ class _Columns:
             self.columns[key] = torch.full((self.num_steps, *value.shape), torch.nan, device=value.device)
             self.rows[key] = self.columns[key].unbind()
         self.rows[key][t].copy_(value)
+
+    def put_info(self, t: int, name: str, value: Tensor) -> None:
+        """Write control data, which every step has."""
+        self._write(t, (INFO, name), value)
 
     def batch(self, num_steps: int, num_envs: int) -> TensorDict:
         """Join the columns, cut to the steps that were taken."""

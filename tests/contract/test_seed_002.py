@@ -410,7 +410,7 @@ def test_step_7_simulators_are_made_once_for_each_task(suite: TaskSuite, env: Su
     assert again["collect/envs_reused"] == again["collect/episodes"] == 8
     assert again["collect/envs_created"] == again["collect/seconds_creating_envs"] == 0
     batch = runner.run_policy_in_env(TASKS[1], suite.init_states(1)[:2], created_env=generator.created_envs[1])
-    assert batch["metric", "task_id"][0].flatten().tolist() == [1, 1]
+    assert batch["info", "task_id"][0].flatten().tolist() == [1, 1]
     generator.cleanup()
     assert generator.created_envs == {}
 

@@ -55,6 +55,26 @@ def test_a_hidden_successor_is_replaced_by_the_last_visible_state_not_by_the_res
     assert batch["next_observation"][:, 0, 1].tolist() == [0, 0, 1]
 
 
+class NumberedEnv(ScriptedEnv):
+    """Also says, as control data, which episode a step belongs to."""
+
+    def step(self, action: Tensor) -> EnvStep:
+        number = self.episode.clone().unsqueeze(-1)
+        return super().step(action)._replace(info={"episode_id": number})
+
+
+def test_control_data_is_stored_as_it_is_and_no_metric_comes_of_it() -> None:
+    env = NumberedEnv([3, 2], [False, True])
+    batch, _ = run(env, 4, keep=())
+    assert batch["info", "episode_id"].dtype == torch.int64
+    assert batch["info", "episode_id"].squeeze(-1).T.tolist() == [[0, 0, 0, 1], [0, 0, 1, 1]]
+    collector = SyncCollector(env, ActorCritic.for_env(env))
+    collector.collect(6)
+    assert set(collector.episode_metrics) == {
+        "return", "episode_len", "reward", "success_once", "success_at_end", "odd",
+    }  # fmt: skip
+
+
 def test_keep_stores_only_what_is_asked_for() -> None:
     batch, _ = run(ScriptedEnv([3], [False]), 2, keep=("action",))
     assert set(batch.keys()) == {"action", "reward", "terminated", "truncated", "done", "metric", "log"}

@@ -30,7 +30,7 @@ from apexrl.collectors.episodes import SuiteRunner
 from apexrl.collectors.groups import RolloutGenerator
 from apexrl.collectors.sync import SyncCollector
 from apexrl.core.errors import ConfigError, DivergenceError, EnvError, RunDirError
-from apexrl.core.metrics import IDENTITY_FIELDS, Weighted, merged_collection, merged_to_host, training_log_names
+from apexrl.core.metrics import Weighted, merged_collection, merged_to_host, training_log_names
 from apexrl.core.observations import leaves
 from apexrl.core.system import distributed, files
 from apexrl.core.system.acceleration import Acceleration, Stopwatch
@@ -313,7 +313,7 @@ class Trainer(ResumableTraining):
         episodes = self.collector.episode_metrics
         specs, events = episodes.specs, {field for name in episodes.reported for field in episodes.specs[name].fields}
         for name, mean in episodes.means().items():
-            if name in IDENTITY_FIELDS or (name in specs and not self.log_reward_components):
+            if name in specs and not self.log_reward_components:
                 continue
             number = Weighted(mean, partial(episodes.count, name), name in events)
             metrics.update(dict.fromkeys(training_log_names(name, specs), number))

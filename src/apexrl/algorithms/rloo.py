@@ -28,6 +28,7 @@ from apexrl.core.types import (
     ADVANTAGE,
     CONTROL_STEPS,
     GROUP,
+    INFO,
     METRIC,
     OBSERVATION,
     POLICY_VERSION,
@@ -327,10 +328,10 @@ class RLOO(BaseAlgorithm):
         stored = (OBSERVATION, ACTION, SAMPLE_LOG_PROB, PRE_TANH, *self.extra_keys)
         samples: TensorDict = batch.select(*stored, strict=False)[rows]
         samples[ADVANTAGE] = advantage[rows[1]].unsqueeze(-1)
-        knows_steps = METRIC in batch and CONTROL_STEPS in batch[METRIC].keys()  # noqa: SIM118
+        knows_steps = INFO in batch and CONTROL_STEPS in batch[INFO].keys()  # noqa: SIM118
         if knows_steps and isinstance(self.policy, VLAPolicy):
             # A chunk that reached the goal was cut there: what would have come after was never executed.
-            samples[VALID_STEPS] = batch[METRIC][CONTROL_STEPS][rows].long()
+            samples[VALID_STEPS] = batch[INFO][CONTROL_STEPS][rows]
         if self._flow is None:
             self._anchor(samples, is_stale=POLICY_VERSION in batch.keys())  # noqa: SIM118
         if self.reference is not None:

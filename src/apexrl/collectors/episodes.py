@@ -12,16 +12,28 @@ from torch import Tensor
 
 from apexrl.core.errors import ConfigError, EnvError, did_you_mean
 from apexrl.core.functional.episodes import side_by_side
-from apexrl.core.metrics import EpisodeMetrics, fold_episodes
+from apexrl.core.metrics import EpisodeMetrics, end_info, fold_episodes
 from apexrl.core.result import EvaluationResult, without_lost
-from apexrl.core.types import ACTION, CONTROL_STEPS, GROUP, METRIC, NEXT_OBSERVATION, OBSERVATION, VALID, Actor, Carry
+from apexrl.core.types import (
+    ACTION,
+    CONTROL_STEPS,
+    EPISODE_ID,
+    GROUP,
+    INFO,
+    LOST,
+    METRIC,
+    NEXT_OBSERVATION,
+    OBSERVATION,
+    TASK_ID,
+    VALID,
+    Actor,
+    Carry,
+)
 from apexrl.envs.suites.base import InitState, Split, TaskSuite, own_split
 from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.policies.base import Policy
 from apexrl.rollout import LOG, evaluation_mode, initial_state, make_actor, rollout
 
-SUCCESS, EPISODE_ID, LOST = "success", "episode_id", "lost"
-"""Metrics of a ``SuiteVecEnv``."""
 CreatedEnv = tuple[SuiteVecEnv, int, int]
 """The environments, the number of the task they run, and how many they are."""
 
@@ -187,7 +199,9 @@ class SuiteRunner:
         # Of every column the first episode, which is the only one.
         ended, *values = torch.stack([finished.ended.double(), *finished.value.values()])[:, 0].cpu().numpy()
         columns = {name: value[ended > 0] for name, value in zip(finished.value, values, strict=True)}
-        return without_lost(columns, self.suite.task_names, num_never_begun=int((ended == 0).sum()))
+        ends = end_info(batch)
+        info = {name: ends[name][0].cpu().numpy()[ended > 0] for name in (EPISODE_ID, TASK_ID, LOST)}
+        return without_lost(columns, info, self.suite.task_names, num_never_begun=int((ended == 0).sum()))
 
     def _init_states(self, task_id: int, split: Split, count: int | None, seed: int) -> list[NDArray[np.float64]]:
         """Return the first states of a split, all where ``count`` is None; with ``random_init`` as many random ones."""
@@ -224,7 +238,7 @@ class SuiteRunner:
             with evaluation_mode(self.policy, seed):
                 batch = self.run_episodes(episodes, keep=(ACTION,), deterministic=True)
             chunks = batch[ACTION].float().unflatten(-1, (self.env.chunk, -1)).cpu().numpy()
-            taken = batch[METRIC, CONTROL_STEPS].squeeze(-1).long().cpu().numpy()
+            taken = batch[INFO, CONTROL_STEPS].squeeze(-1).cpu().numpy()
             for column in successful_episodes(batch).nonzero().flatten().tolist():
                 task_id, number = numbers[column]
                 steps = zip(chunks[:, column], taken[:, column], strict=True)
@@ -232,11 +246,11 @@ class SuiteRunner:
 
 
 def pack_episodes(steps: TensorDict, num_episodes: int) -> TensorDict:
-    """Sort steps ``[S, N]`` by the metric ``episode_id`` into ``[T, E]``; those of no episode (-1) are left out.
+    """Sort steps ``[S, N]`` by ``episode_id`` into ``[T, E]``; those of no episode (-1) are left out.
 
     Column ``e`` is episode ``e`` from its first step on, zeros follow its end, and ``valid`` tells the two apart.
     """
-    ids = steps[METRIC, EPISODE_ID].squeeze(-1).long()
+    ids = steps[INFO, EPISODE_ID].squeeze(-1)
     slot, time = (ids.T >= 0).nonzero(as_tuple=True)
     episode = ids[time, slot]
     # An episode stays in one environment, so a stable sort keeps its steps in order.
@@ -268,11 +282,11 @@ def join_groups(groups: list[TensorDict]) -> TensorDict:
 
 def lost_episodes(batch: TensorDict) -> Tensor:
     """Tell which episodes of a packed batch were cut because their worker died, ``[E]``."""
-    lost: Tensor = (batch[METRIC, LOST] > 0).any(0) | ~batch[VALID].any(0)
+    lost: Tensor = batch[INFO, LOST].any(0) | ~batch[VALID].any(0)
     return lost.squeeze(-1)
 
 
 def successful_episodes(batch: TensorDict) -> Tensor:
     """Tell which episodes of a packed batch reached their goal, ``[E]``."""
-    successful: Tensor = (batch[METRIC, SUCCESS] > 0).any(0)
+    successful: Tensor = (batch[METRIC, "success"] > 0).any(0)
     return successful.squeeze(-1)

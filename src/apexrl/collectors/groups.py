@@ -16,24 +16,28 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from apexrl.collectors.base import BaseCollector, Collected
-from apexrl.collectors.episodes import (
-    EPISODE_ID,
-    LOST,
-    CreatedEnv,
-    SuiteRunner,
-    join_groups,
-    lost_episodes,
-    successful_episodes,
-)
+from apexrl.collectors.episodes import CreatedEnv, SuiteRunner, join_groups, lost_episodes, successful_episodes
 from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, RolloutStats, endless, hash_init_state
 from apexrl.core.errors import ConfigError, EnvError, plural
 from apexrl.core.metrics import EpisodeMetrics, fold_episodes
-from apexrl.core.types import CONTROL_STEPS, DONE, GROUP, METRIC, OBSERVATION, PRE_TANH, REWARD, SAMPLED_SUCCESS, VALID
+from apexrl.core.types import (
+    CONTROL_STEPS,
+    DONE,
+    EPISODE_ID,
+    GROUP,
+    INFO,
+    LOST,
+    METRIC,
+    OBSERVATION,
+    PRE_TANH,
+    REWARD,
+    SAMPLED_SUCCESS,
+    TASK_ID,
+    VALID,
+)
 from apexrl.envs.suites.base import InitState
 from apexrl.policies.base import Policy
 
-BOOKKEEPING = ("task_id", EPISODE_ID, LOST)
-"""Metrics of the environments that say nothing about how good an episode was."""
 LOGGED_COUNTS = (
     "groups_valid", "groups_dropped", "states_skipped", "episodes", "lost_episodes", "attempts", "control_steps",
     "envs_created", "envs_reused",
@@ -209,12 +213,10 @@ class RolloutGenerator(BaseCollector):
 
     def fold(self, outcomes: Sequence[TensorDict], episodes: EpisodeMetrics) -> None:
         """Count the episodes of what ``collect_unfolded`` gave, and the success of each task."""
-        specs = {name: spec for name, spec in self.env.metric_specs.items() if name not in BOOKKEEPING}
         for batch in outcomes:
-            fold_episodes(batch, specs, episodes)
+            fold_episodes(batch, self.env.metric_specs, episodes)
             episodes.restart()  # what follows an episode here is padding
-            task = batch[METRIC, "task_id"][0, :, 0].long()
-            episodes.add_task_success(successful_episodes(batch), task, self.env.task_names)
+            episodes.add_task_success(successful_episodes(batch), batch[INFO, TASK_ID][0, :, 0], self.env.task_names)
 
     def watch(self, check: Callable[[], None]) -> None:
         """Call ``check`` before every step; what it raises ends the collection."""
@@ -267,7 +269,7 @@ class RolloutGenerator(BaseCollector):
         samples = [next(self._samples) for _ in range(self.env.num_envs)]
         starts = [InitState(int(sample["task_id"]), sample["init_state"]) for sample in samples]
         batch = self.env_runner.run_episodes(starts, keep=(OBSERVATION,), max_steps=self.max_steps)
-        self._counts = Counter(control_steps=int(batch[METRIC, CONTROL_STEPS].sum()))
+        self._counts = Counter(control_steps=int(batch[INFO, CONTROL_STEPS].sum()))
         return batch
 
     def generate_rollouts(self) -> list[dict[str, Any]]:
@@ -292,7 +294,7 @@ class RolloutGenerator(BaseCollector):
                     "success": success,
                     "return": float(steps[REWARD].sum()),
                     "length": steps.shape[0],
-                    "control_steps": int(steps[METRIC, CONTROL_STEPS].sum()),
+                    "control_steps": int(steps[INFO, CONTROL_STEPS].sum()),
                 }
             )
         return episodes
@@ -401,7 +403,7 @@ class RolloutGenerator(BaseCollector):
         batch = self.env_runner.run_episodes(starts, keep=keep, max_steps=self.max_steps)
         lost = lost_episodes(batch)
         if not lost.all():
-            self._outcomes.append(batch[:, ~lost].select(REWARD, DONE, METRIC))
+            self._outcomes.append(batch[:, ~lost].select(REWARD, DONE, METRIC, INFO))
         self._count_episodes(batch, int(lost.sum()))
         successes, is_lost = successful_episodes(batch).tolist(), lost.tolist()
         groups = []
@@ -412,7 +414,7 @@ class RolloutGenerator(BaseCollector):
                 self.stats.record(draw.hash, outcomes, names[draw.task_id])
             if len(columns) > 1:
                 steps = batch[:, columns]
-                steps[METRIC] = steps[METRIC].exclude(EPISODE_ID, LOST)
+                steps[INFO] = steps[INFO].exclude(EPISODE_ID, LOST)
                 groups.append(_Group(draw, outcomes, steps))
         if self.stats is not None:
             self.stats.write()
@@ -421,7 +423,7 @@ class RolloutGenerator(BaseCollector):
 
     def _count_episodes(self, batch: TensorDict, num_lost: int) -> None:
         self._counts["episodes"] += batch.shape[1]
-        self._counts["control_steps"] += int(batch[METRIC, CONTROL_STEPS].sum())
+        self._counts["control_steps"] += int(batch[INFO, CONTROL_STEPS].sum())
         self._counts["lost_episodes"] += num_lost
         if num_lost:
             self.on_message(f"Discarded {plural(num_lost, 'episode')}: the workers that ran them died.")

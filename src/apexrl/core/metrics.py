@@ -19,7 +19,7 @@ from torch import Tensor
 
 from apexrl.core.errors import ConfigError
 from apexrl.core.system import distributed
-from apexrl.core.types import DONE, METRIC, REWARD
+from apexrl.core.types import DONE, INFO, METRIC, REWARD, TRUNCATED
 
 Reduce = Literal["sum", "mean", "max", "min", "last"]
 
@@ -29,10 +29,6 @@ RESERVED_NAMES = frozenset({"reward", "done", "return", "episode_len", "success_
 
 
 _EVENT_FIELDS = {"success": ("success_once", "success_at_end"), "fail": ("fail_once",)}
-
-
-IDENTITY_FIELDS = ("task_id", "episode_id")
-"""Metrics that say which episode it was; their means mean nothing and are not logged."""
 
 
 TASK_SUCCESS = "success_once of "
@@ -305,6 +301,17 @@ def fold_episodes(
     if METRIC in batch:
         storage.update(batch[METRIC].items())
     return aggregate_metrics(storage, metric_specs, episode_metrics)
+
+
+def end_info(batch: TensorDict) -> dict[str, Tensor]:
+    """Return ``truncated`` and the control data at the last step of each episode, ``[K, N]`` as ``FinishedEpisodes``.
+
+    Args:
+        batch: ``[T, N]`` with ``done``, ``truncated`` and, where the environment gives any, ``info``.
+    """
+    segments = _Segments(batch[DONE].squeeze(-1), {})
+    columns = {TRUNCATED: batch[TRUNCATED], **(dict(batch[INFO].items()) if INFO in batch else {})}
+    return {name: segments.last(value.squeeze(-1).double()) for name, value in columns.items()}
 
 
 def _fold(spec: MetricSpec, x: Tensor, segments: _Segments) -> dict[str, Tensor]:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from apexrl.core.errors import EnvError
 from apexrl.core.functional.intervals import mean_interval, wilson_interval
-from apexrl.core.metrics import IDENTITY_FIELDS, evaluation_log_names
-from apexrl.core.types import TRUNCATED
+from apexrl.core.metrics import evaluation_log_names
+from apexrl.core.types import LOST, TASK_ID, TRUNCATED
 
 RATE_FIELDS = ("success_once", "success_at_end", "fail_once", TRUNCATED)
 TASK_FIELDS = ("success_at_end", "return", "episode_len")
@@ -33,6 +33,8 @@ class EvaluationResult(float):
     """One row a step for each environment, when asked for."""
     task_names: Sequence[str] = ()
     """Of an environment with several tasks."""
+    info: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    """Which episode each was: ``episode_id`` and ``task_id``, where the environment or the starts number them."""
     num_lost: int = 0
     """Episodes that are not here because their worker died: they say nothing about the policy."""
     sampled: EvaluationResult | None = field(default=None, repr=False)
@@ -72,8 +74,7 @@ class EvaluationResult(float):
 
     def logs(self) -> dict[str, float]:
         """Return every mean under its log name, and the spread of the returns."""
-        fields = [name for name in self.episodes if name not in IDENTITY_FIELDS]
-        logs = {log: self.mean(name) for name in fields for log in evaluation_log_names(name)}
+        logs = {log: self.mean(name) for name in self.episodes for log in evaluation_log_names(name)}
         returns = self.episodes["return"]
         for name, value in (
             ("mean", returns.mean()),
@@ -92,8 +93,7 @@ class EvaluationResult(float):
         if self.num_lost:
             record["lost_episodes"] = self.num_lost
         for name in self.episodes:
-            if name not in IDENTITY_FIELDS:
-                record.update(self._mean_and_interval(name))
+            record.update(self._mean_and_interval(name))
         if "success_once" in record:
             record["success_rate"] = record["success_once"]
             record["success_rate_interval"] = record["success_once_interval"]
@@ -127,7 +127,7 @@ class EvaluationResult(float):
         """Return the episodes of each task that had any; nothing for an environment with one task."""
         parts = {}
         for index, name in enumerate(self.task_names):
-            rows = self.episodes["task_id"] == index
+            rows = self.info[TASK_ID] == index
             if rows.any():
                 parts[name] = EvaluationResult({key: values[rows] for key, values in self.episodes.items()})
         return parts
@@ -165,6 +165,7 @@ def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def without_lost(
     episodes: dict[str, NDArray[np.float64]],
+    info: dict[str, NDArray[np.float64]],
     task_names: Sequence[str],
     rows: StepRows | None = None,
     num_never_begun: int = 0,
@@ -174,7 +175,7 @@ def without_lost(
     Raises:
         EnvError: when none is left, or a return is not finite.
     """
-    lost = episodes.get("lost", np.zeros_like(episodes["return"])) > 0
+    lost = info.get(LOST, np.zeros_like(episodes["return"])) > 0
     if lost.all():
         raise EnvError("The evaluation lost every episode: the workers died. Use fewer environments.")
     kept = {name: values[~lost] for name, values in episodes.items()}
@@ -183,4 +184,5 @@ def without_lost(
             f"The return of {num_bad} of {len(kept['return'])} evaluated episodes is not finite: the environment or "
             "the policy produced it. 'apexrl check-env' looks at the environment."
         )
-    return EvaluationResult(kept, rows, task_names, int(lost.sum()) + num_never_begun)
+    known = {name: values[~lost] for name, values in info.items() if name != LOST}
+    return EvaluationResult(kept, rows, task_names, known, int(lost.sum()) + num_never_begun)

@@ -30,8 +30,7 @@ POLICY_VERSION = "policy_version"
 ADVANTAGE = "advantage"
 RETURN = "return"
 METRIC = "metric"
-CONTROL_STEPS = "control_steps"
-"""Metric of a suite: the actions of a chunk that were really taken."""
+INFO = "info"
 GROUP = "group"
 VALID = "valid"
 SAMPLED_SUCCESS = "sampled_success"
@@ -45,6 +44,15 @@ OBJECT_KEY = "object"
 # Observation groups of task suites: proprioception, and the instruction as UTF-8 bytes padded with zeros.
 STATE_KEY = "state"
 INSTRUCTION_KEY = "instruction"
+
+# Control data of task suites, in ``EnvStep.info``.
+EPISODE_ID = "episode_id"
+"""Number of the episode; -1 where none runs."""
+TASK_ID = "task_id"
+LOST = "lost"
+"""Whether the episode ended because its worker died."""
+CONTROL_STEPS = "control_steps"
+"""Actions of the chunk that were really taken."""
 
 # What the actors of PPO-ROA are told, or guess, of the privileged group.
 PRIV_FEATURE_KEY = "priv_feature"
@@ -80,6 +88,9 @@ class EnvStep(NamedTuple):
     """``[N, 1]`` float32 for each declared metric, of the step itself, not of the state after a reset."""
     log: Mapping[str, Tensor | float] = {}
     """Free-form numbers of the simulator, logged under ``env/``."""
+    info: Mapping[str, Tensor] = {}
+    """``[N, 1]`` control data of the step, which says nothing about how good it was: which episode and task it belongs
+    to, whether the episode was lost. The same entries at every step; stored, never averaged or logged."""
 
 
 class PolicyOutput(NamedTuple):

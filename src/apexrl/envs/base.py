@@ -118,7 +118,7 @@ class VecEnv(ABC):
     made_from: Mapping[str, Any] | None = None
     """What ``make_env`` created it from: ``id``, ``kwargs`` and ``metrics``; None where it was created otherwise."""
     task_names: Sequence[str] = ()
-    """When there are several tasks; a metric ``task_id`` then numbers them."""
+    """When there are several tasks; ``EnvStep.info`` then has the number of each as ``task_id``."""
     video_fps: float = 30.0
     """Pictures a second of a video that shows one a step."""
 

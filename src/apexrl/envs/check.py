@@ -186,14 +186,14 @@ class _Check:
             self.observations_differ |= not _same(trace[-1][:n], trace[0])
         return trace
 
-    def tensor(self, x: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        """Check one tensor and return whether it can be looked at further."""
+    def tensor(self, x: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> bool:
+        """Check one tensor, of any type where none is given, and return whether it can be looked at further."""
         if not isinstance(x, Tensor):
             self.add(f"{name} must be a tensor, it is a {type(x).__name__}.")
             return False
         if tuple(x.shape) != shape:
             self.add(f"{name} must have the shape {list(shape)}, it has {list(x.shape)}.")
-        if x.dtype != dtype:
+        if dtype is not None and x.dtype != dtype:
             self.add(f"{name} must be {dtype}, it is {x.dtype}.")
         device = self.env.device
         if x.device.type != device.type or (device.index is not None and x.device.index != device.index):
@@ -225,6 +225,8 @@ class _Check:
         good &= self.tensor(step.terminated, "terminated", (N, 1), torch.bool)
         good &= self.tensor(step.truncated, "truncated", (N, 1), torch.bool)
         self.metrics(step)
+        for name, value in step.info.items():
+            self.tensor(value, f"info {name!r}", (N, 1))
         if isinstance(step.reward, Tensor) and not step.reward.isfinite().all():
             self.add("reward has values that are not finite.")
         if not good:

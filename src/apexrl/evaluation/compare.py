@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from apexrl.core.errors import ConfigError
 from apexrl.core.functional.intervals import mcnemar_test, mean_interval, paired_rate_interval, sign_flip_test
 from apexrl.core.result import EvaluationResult
+from apexrl.core.types import EPISODE_ID, TASK_ID
 
 LEVEL = 0.05
 """How often a difference may be called real that is none, for all tests together."""
@@ -102,10 +103,9 @@ def compare(a: EvaluationResult, b: EvaluationResult) -> Comparison:
         ConfigError: when there is no pair.
     """
     for name, result in (("A", a), ("B", b)):
-        if "episode_id" not in result.episodes:
+        if EPISODE_ID not in result.info:
             raise ConfigError(f"{name} does not say which episodes it ran; evaluate it with evaluate_starts.")
-    ids_a, ids_b = a.episodes["episode_id"], b.episodes["episode_id"]
-    _, rows_a, rows_b = np.intersect1d(ids_a, ids_b, return_indices=True)
+    _, rows_a, rows_b = np.intersect1d(a.info[EPISODE_ID], b.info[EPISODE_ID], return_indices=True)
     numbers = np.isfinite(np.stack((a.episodes["return"][rows_a], b.episodes["return"][rows_b]))).all(0)
     rows_a, rows_b = rows_a[numbers], rows_b[numbers]
     if not len(rows_a):
@@ -120,7 +120,7 @@ def compare(a: EvaluationResult, b: EvaluationResult) -> Comparison:
             fields[name] = _rate_difference(*(values[known] for values in columns[name]))
     per_task = {}
     for index, task in enumerate(a.task_names if "success_once" in fields else ()):
-        rows = (columns["task_id"][0] == index) & ~np.isnan(np.stack(columns["success_once"])).any(0)
+        rows = (a.info[TASK_ID][rows_a] == index) & ~np.isnan(np.stack(columns["success_once"])).any(0)
         if rows.any():
             per_task[task] = _rate_difference(*(values[rows] for values in columns["success_once"]))
     num_asked = a.num_episodes + a.num_lost

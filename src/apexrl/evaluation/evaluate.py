@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from apexrl.core.errors import EnvError
-from apexrl.core.metrics import EpisodeMetrics, FinishedEpisodes, MetricSpec, fold_episodes
+from apexrl.core.metrics import EpisodeMetrics, FinishedEpisodes, end_info, fold_episodes
 from apexrl.core.result import EvaluationResult, StepRows, without_lost
 from apexrl.core.system.seeding import ENV, POLICY, spawn_seed
-from apexrl.core.types import DONE, METRIC, TRUNCATED, Actor, Carry, Observation
+from apexrl.core.types import DONE, EPISODE_ID, TRUNCATED, Actor, Carry, Observation
 from apexrl.envs.base import SeededVecEnv, VecEnv
 from apexrl.envs.separate import SeparateEnvs
 from apexrl.envs.suites.base import InitState
@@ -75,9 +75,9 @@ def evaluate(
     with evaluation_mode(policy, spawn_seed(seed, POLICY)):
         actor = make_actor(policy, env.device, deterministic=deterministic)
         _run_group(env, actor, policy, env.reset(seed=spawn_seed(seed, ENV)), counted, max_steps, on_progress)
-    episodes = _with_events(counted.episodes(), counted.events, events)
-    del episodes[_ENV], episodes[_CUT]
-    return without_lost(episodes, env.task_names, counted.rows)
+    episodes, info = counted.episodes()
+    del info[TRUNCATED]
+    return without_lost(_with_events(episodes, counted.events, events), info, env.task_names, counted.rows)
 
 
 def evaluate_starts(
@@ -104,7 +104,7 @@ def evaluate_starts(
         on_progress: called with the number of episodes so far.
 
     Returns:
-        The episodes in the order of their starts, with ``episode_id`` (the index of the start) and ``truncated``.
+        The episodes in the order of their starts, with ``truncated``; ``info["episode_id"]`` is the index of the start.
 
     Raises:
         EnvError: when the environment cannot start an episode alone, or an episode does not end.
@@ -115,7 +115,8 @@ def evaluate_starts(
     if not isinstance(env, SeededVecEnv | SuiteVecEnv):
         own = SeparateEnvs(env, group_size(len(starts), env.num_envs))
     runner = own or env
-    parts: list[dict[str, NDArray[np.float64]]] = []
+    parts: list[_Columns] = []
+    infos: list[_Columns] = []
     found: set[str] = set()
     try:
         with evaluation_mode(policy, spawn_seed(0, POLICY)):
@@ -126,20 +127,21 @@ def evaluate_starts(
                 tell = None if on_progress is None else _counting_on(on_progress, first)
                 obs = _begin(runner, group)
                 _run_group(runner, _one_by_one(actor, _streams(runner, group)), policy, obs, counted, max_steps, tell)
-                episodes = counted.episodes()
                 found |= counted.events
+                episodes, info = counted.episodes()
                 # A suite chooses which of its environments begins with which episode.
-                place = episodes["episode_id" if isinstance(runner, SuiteVecEnv) else _ENV]
+                place = info[EPISODE_ID] if isinstance(runner, SuiteVecEnv) else counted.env_index()
                 order = np.argsort(place)
-                sorted_episodes = {name: values[order] for name, values in episodes.items()}
-                parts.append({**sorted_episodes, "episode_id": first + place[order]})
+                parts.append({name: values[order] for name, values in episodes.items()})
+                infos.append({name: values[order] for name, values in info.items()})
+                infos[-1][EPISODE_ID] = first + place[order]
     finally:
         if own is not None:
             own.close()
     joined = _with_events(_join_columns(parts), found, events)
-    joined[TRUNCATED] = joined.pop(_CUT)
-    del joined[_ENV]
-    return without_lost(joined, env.task_names)
+    joined_info = _join_columns(infos)
+    joined[TRUNCATED] = joined_info.pop(TRUNCATED)
+    return without_lost(joined, joined_info, env.task_names)
 
 
 def group_size(num_starts: int, num_envs: int) -> int:
@@ -189,8 +191,8 @@ def _counting_on(on_progress: Callable[[int], None], first: int) -> Callable[[in
     return lambda count: on_progress(first + count)
 
 
-_ENV, _CUT = "in environment", "cut by the time limit"
-"""Columns of counted episodes: where each ran, and whether it was truncated. No metric has a name with spaces."""
+_Columns = dict[str, NDArray[np.float64]]
+"""One value per episode for each name."""
 
 
 class _Counted:
@@ -205,7 +207,9 @@ class _Counted:
     def __init__(self, quota: NDArray[Any], rows: StepRows | None = None, *, counts_first: bool = True) -> None:
         self.quota, self.rows, self.counts_first = quota.astype(np.int64), rows, counts_first
         self.taken, self._steps = np.zeros_like(self.quota), np.zeros_like(self.quota)
-        self._parts: list[dict[str, NDArray[np.float64]]] = []
+        self._parts: list[_Columns] = []
+        self._infos: list[_Columns] = []
+        self._env_index: list[NDArray[np.int64]] = []
         self.events: set[str] = set()
         """The fields that are events."""
 
@@ -213,27 +217,33 @@ class _Counted:
     def complete(self) -> bool:
         return bool((self.taken >= self.quota).all())
 
-    def add(self, finished: FinishedEpisodes) -> None:
+    def add(self, finished: FinishedEpisodes, info: Mapping[str, torch.Tensor]) -> None:
         """Bring finished episodes to the host and keep those that the quotas still have room for."""
-        table = torch.stack([finished.ended.double(), *finished.value.values()]).cpu().numpy()
+        table = torch.stack([finished.ended.double(), *finished.value.values(), *info.values()]).cpu().numpy()
         ended = table[0] > 0
         rank = self.taken + ended.cumsum(0)
         keep = ended & (rank <= self.quota)
         self.taken += keep.sum(0)
         self.events |= finished.events
-        values = dict(zip(finished.value, table[1:], strict=True))
-        self._steps += np.where(keep, values["episode_len"], 0.0).sum(0).astype(np.int64)
-        self._parts.append({name: value[keep] for name, value in values.items()} | {_ENV: np.nonzero(keep)[1]})
+        values, ends = table[1 : 1 + len(finished.value)], table[1 + len(finished.value) :]
+        self._parts.append({name: value[keep] for name, value in zip(finished.value, values, strict=True)})
+        self._infos.append({name: value[keep] for name, value in zip(info, ends, strict=True)})
+        self._env_index.append(np.nonzero(keep)[1])
+        self._steps += np.bincount(self._env_index[-1], self._parts[-1]["episode_len"], len(keep[0])).astype(np.int64)
 
-    def episodes(self) -> dict[str, NDArray[np.float64]]:
-        """Return one value per episode for each field, and cut the rows to the steps of these episodes."""
+    def env_index(self) -> NDArray[np.float64]:
+        """Return the environment in which each episode ran."""
+        return np.concatenate(self._env_index).astype(np.float64)
+
+    def episodes(self) -> tuple[_Columns, _Columns]:
+        """Return fields and control data of the episodes, and cut the rows to the steps of these episodes."""
         for index, env_rows in (self.rows or {}).items():
             # Past its quota an environment continues until the others are done.
             first = self._first_step(env_rows)
             env_rows[:] = env_rows[first : first + int(self._steps[index])]
             for step, row in enumerate(env_rows):
                 row["step"] = step
-        return _join_columns(self._parts)
+        return _join_columns(self._parts), _join_columns(self._infos)
 
     def _first_step(self, env_rows: list[dict[str, float]]) -> int:
         """Return the first step of the first episode that counts."""
@@ -264,25 +274,23 @@ def _run_group(
         batch, carry = rollout(env, actor, carry, min(1000, max_steps), keep=(), until_done=True)
         if counted.rows is not None:
             extend_rows(counted.rows, batch)
-        batch[METRIC, _CUT] = batch[TRUNCATED].float()
-        specs = {**env.metric_specs, _CUT: MetricSpec(_CUT, "last")}
-        counted.add(fold_episodes(batch, specs, episode_metrics))
+        counted.add(fold_episodes(batch, env.metric_specs, episode_metrics), end_info(batch))
         num_steps += batch.shape[0]
         if on_progress is not None:
             on_progress(int(counted.taken.sum()))
 
 
-def _join_columns(parts: Sequence[dict[str, NDArray[np.float64]]]) -> dict[str, NDArray[np.float64]]:
+def _join_columns(parts: Sequence[_Columns]) -> _Columns:
     """Join columns; NaN where a part has none."""
     names = dict.fromkeys(name for part in parts for name in part)
+    lengths = [len(next(iter(part.values()))) for part in parts]
     return {
-        name: np.concatenate([part.get(name, np.full(len(part["return"]), np.nan)) for part in parts]) for name in names
+        name: np.concatenate([part.get(name, np.full(n, np.nan)) for n, part in zip(lengths, parts, strict=True)])
+        for name in names
     }
 
 
-def _with_events(
-    episodes: dict[str, NDArray[np.float64]], events: Collection[str], known: Collection[str]
-) -> dict[str, NDArray[np.float64]]:
+def _with_events(episodes: _Columns, events: Collection[str], known: Collection[str]) -> _Columns:
     """Count 0 for an event in the episodes that did not report it, if it is ``known`` or any episode did."""
     never = np.full(len(episodes["return"]), np.nan)
     filled = dict(episodes)

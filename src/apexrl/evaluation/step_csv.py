@@ -10,15 +10,17 @@ import torch
 from tensordict import TensorDict
 
 from apexrl.core.result import StepRows
-from apexrl.core.types import DONE, METRIC, REWARD
+from apexrl.core.types import DONE, INFO, METRIC, REWARD
 
 
 def extend_rows(rows: StepRows, batch: TensorDict) -> None:
-    """Append one row per step and environment, bringing the whole batch to the host at once.
+    """Append one row per step and environment, bringing the whole batch, with its control data, to the host at once.
 
     ``done`` is 1 at the last step of an episode.
     """
-    columns = {"reward": batch[REWARD], DONE: batch[DONE], **(dict(batch[METRIC].items()) if METRIC in batch else {})}
+    columns = {"reward": batch[REWARD], DONE: batch[DONE]}
+    for group in (METRIC, INFO):
+        columns |= dict(batch[group].items()) if group in batch else {}
     table = torch.stack([column.squeeze(-1).double() for column in columns.values()]).cpu().numpy()
     for index, env_rows in rows.items():
         start = len(env_rows)

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from apexrl.core.errors import ConfigError
-from apexrl.core.metrics import IDENTITY_FIELDS
 from apexrl.core.system.provenance import provenance
-from apexrl.core.types import TRUNCATED
+from apexrl.core.types import EPISODE_ID, TASK_ID, TRUNCATED
 from apexrl.evaluation.evaluate import EvaluationResult, evaluate_starts, group_size
 from apexrl.evaluation.manifest import Manifest, dict_or_empty, read_json
 from apexrl.run.config import Config
@@ -135,9 +134,9 @@ def episode_rows(manifest: Manifest, result: EvaluationResult) -> list[dict[str,
         {"episode": index, **entry, "lost": True} for index, entry in enumerate(manifest.to_dict()["episodes"])
     ]
     columns = {name: values.tolist() for name, values in result.episodes.items()}
-    hidden = {*_ROW_FIELDS, *IDENTITY_FIELDS, TRUNCATED, "reward", "lost"}
-    for i, index in enumerate(columns["episode_id"]):
-        row = rows[int(index)]
+    hidden = {*_ROW_FIELDS, TRUNCATED, "reward"}
+    for i, index in enumerate(result.info[EPISODE_ID].astype(int)):
+        row = rows[index]
         del row["lost"]
         row |= {shown: _without_nan(columns[name][i]) for name, shown in _ROW_FIELDS.items() if name in columns}
         row["length"] = int(row["length"])
@@ -172,16 +171,19 @@ def read_results(path: Path) -> Results:
             for name, shown in _ROW_FIELDS.items()
             if name in ("return", "episode_len") or all(shown in row for row in kept)
         }
-        columns |= {"episode_id": [row["episode"] for row in kept], TRUNCATED: [row["truncated"] for row in kept]}
+        columns[TRUNCATED] = [row["truncated"] for row in kept]
+        info = {EPISODE_ID: [row["episode"] for row in kept]}
         names = list(dict.fromkeys(row["task"] for row in kept if "task" in row))
         if names:
-            columns["task_id"] = [names.index(row["task"]) for row in kept]
-        episodes = {name: np.array(values, np.float64) for name, values in columns.items()}
+            info[TASK_ID] = [names.index(row["task"]) for row in kept]
+        episodes, numbers = (
+            {name: np.array(values, np.float64) for name, values in table.items()} for table in (columns, info)
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} is damaged: its 'episodes' cannot be read ({error!r}).") from error
     if not kept:
         raise ConfigError(f"{path} has no episode that was not lost.")
-    result = EvaluationResult(episodes, task_names=names, num_lost=len(rows) - len(kept))
+    result = EvaluationResult(episodes, task_names=names, info=numbers, num_lost=len(rows) - len(kept))
     name = str(checkpoint.get("path", path))
     return Results(name, str(raw.get("task")), raw["manifest_hash"], checkpoint, result)
 

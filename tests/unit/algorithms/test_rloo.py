@@ -412,7 +412,7 @@ def test_actions_of_a_chunk_that_were_never_executed_do_not_count(head: Any, noi
         algorithm = RLOO(policy=policy, cfg=RLOOConfig(**ONE_STEP))
         batch = sample(policy)
         # Every chunk ended after the first of its two actions; what the second would have been is moved.
-        batch["metric", "control_steps"] = torch.ones_like(batch["reward"])
+        batch["info", "control_steps"] = torch.ones_like(batch["reward"], dtype=torch.int64)
         batch["action"][..., 2:] += tail
         if head == "flow":
             batch["denoising"][..., -1, 2:] += tail
@@ -443,14 +443,14 @@ def test_executed_actions_count_in_the_ratio_of_a_chunk() -> None:
 def test_samples_of_older_weights_begin_at_ratio_one_and_count_by_the_change_since(head: Any) -> None:
     policy = make_vla(head)
     batch = sample(policy)
-    batch["metric", "control_steps"] = torch.randint(1, 3, batch["reward"].shape)
+    batch["info", "control_steps"] = torch.randint(1, 3, batch["reward"].shape)
     batch["policy_version"] = torch.zeros_like(batch["group"])
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     algorithm = RLOO(policy=policy, cfg=RLOOConfig(**ONE_STEP, target_kl=0.01))
     rows = batch["valid"].squeeze(-1).nonzero(as_tuple=True)
-    samples = {**dict(batch[rows].items()), "valid_steps": batch["metric", "control_steps"][rows]}
+    samples = {**dict(batch[rows].items()), "valid_steps": batch["info", "control_steps"][rows]}
     whole = {name: value for name, value in samples.items() if name != "valid_steps"}
     # What acted stored the probability of whole chunks, also of those that were cut.
     ratio = (policy.evaluate(whole).log_prob.detach() - samples["sample_log_prob"]).exp()
@@ -717,8 +717,8 @@ def test_the_weighted_flow_is_told_which_actions_were_never_taken(monkeypatch: p
     policy = make_vla("flow")
     algorithm = RLOO(policy=policy, cfg=RLOOConfig(loss="weighted_flow", num_epochs=1, num_minibatches=1))
     batch = sample(policy)
-    steps = torch.randint(1, 3, batch["reward"].shape).float()
-    batch["metric"] = TensorDict({"control_steps": steps}, batch_size=batch.shape)
+    steps = torch.randint(1, 3, batch["reward"].shape)
+    batch["info"] = TensorDict({"control_steps": steps}, batch_size=batch.shape)
     compute, told = PI0_CFG_Adapter.compute_weighted_loss, []
 
     def spy(adapter: PI0_CFG_Adapter, samples: Any, advantages: Tensor) -> Tensor:

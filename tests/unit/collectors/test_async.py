@@ -683,7 +683,7 @@ def test_rloo_learns_from_groups_of_the_policy_before() -> None:
 
     def spy(rollout: Any) -> dict[str, Tensor]:
         versions.append(int(rollout["policy_version"].unique()))
-        steps.append(rollout["metric", "control_steps"].sum().item())
+        steps.append(rollout["info", "control_steps"].sum().item())
         return update(rollout)
 
     algorithm.update = spy  # type: ignore[method-assign]

@@ -116,7 +116,8 @@ def test_the_batch_is_whole_episodes_in_groups_padded_with_zeros() -> None:
     assert torch.equal(batch["terminated"], batch["reward"] > 0)
     for key in ("action", "sample_log_prob", "denoising", "reward", ("observation", "state"), ("metric", "success")):
         assert not batch[key][~batch["valid"].squeeze(-1)].any(), key
-    assert set(batch["metric"].keys()) == {"success", "control_steps", "task_id"}
+    assert set(batch["metric"].keys()) == {"success", "control_steps"}
+    assert set(batch["info"].keys()) == {"task_id", "control_steps"}
     assert "next_observation" not in batch
 
 
@@ -169,7 +170,7 @@ def test_dynamic_sampling_drops_uniform_groups_and_draws_others() -> None:
     batch = made.collect(0)
     assert len(by_group(batch)) == 4
     assert all(0 < sum(group) < 4 for group in by_group(batch))
-    assert set(batch["metric", "task_id"][batch["valid"]].tolist()) == {1.0}
+    assert set(batch["info", "task_id"][batch["valid"]].tolist()) == {1}
     metrics = made.metrics()
     assert metrics["collect/groups_wanted"] == 4
     assert metrics["collect/groups_dropped"] >= 3
@@ -400,7 +401,7 @@ def test_restart_draws_in_another_order() -> None:
 def test_keep_limits_the_batch() -> None:
     made, _ = generator(SOMETIMES, keep={"observation", "action"})
     assert set(made.collect(0).keys()) == {
-        "observation", "action", "reward", "terminated", "truncated", "done", "metric", "valid", "group",
+        "observation", "action", "reward", "terminated", "truncated", "done", "metric", "info", "valid", "group",
         "sampled_success",
     }  # fmt: skip
 
@@ -473,7 +474,7 @@ def test_max_steps_is_the_length_of_an_episode_that_fails(max_steps: int | None,
     # The environments end an episode after 20 control steps, if nobody says otherwise.
     made, _ = generator(NEVER, max_steps=max_steps)
     batch = made.collect(0)
-    assert batch["metric", "control_steps"].sum(0).unique().tolist() == [expected]
+    assert batch["info", "control_steps"].sum(0).unique().tolist() == [expected]
     assert batch.shape[0] == -(-expected // CHUNK)
     assert batch["truncated"].sum(0).unique().tolist() == [1]
     # What others run in the same environments is as long as before.
@@ -651,9 +652,11 @@ def test_the_runner_finds_what_evaluating_the_same_starts_finds() -> None:
     evaluated = runner(ALWAYS, SOMETIMES, num_states=8)
     starts = [InitState(task, state) for task in range(2) for state in evaluated.suite.init_states(task, "val")]
     expected = evaluate_starts(evaluated.env, evaluated.policy, starts).episodes
-    found = evaluated.run().episodes
+    result = evaluated.run()
+    found = result.episodes
+    np.testing.assert_array_equal(result.info["task_id"], np.repeat([0, 1], 8))
     assert len(set(found["episode_len"])) > 1
-    for name in ("return", "episode_len", "reward", "success_once", "success_at_end", "control_steps", "task_id"):
+    for name in ("return", "episode_len", "reward", "success_once", "success_at_end", "control_steps"):
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
 
 
@@ -690,7 +693,7 @@ def test_the_runner_runs_one_task_from_given_states() -> None:
     created = one.create_parallel_envs("left")
     assert created == (one.env, 1, 3)
     batch = one.run_policy_in_env("left", states, created_env=created, keep={"observation"})
-    assert batch["metric", "task_id"][0].tolist() == [[1.0], [1.0]]
+    assert batch["info", "task_id"][0].tolist() == [[1], [1]]
     np.testing.assert_array_equal(batch["observation", "state"][0], np.stack(states)[:, :2].astype(np.float32))
     with refused(ConfigError, "'lefd'"):
         one.create_parallel_envs("lefd")

@@ -171,6 +171,7 @@ BROKEN = [
     (edited(truncated=lambda s: s.truncated.long()), "truncated must be torch.bool"),
     (edited(truncated=lambda s: False), "truncated must be a tensor, it is a bool"),
     (edited(truncated=done_of), "terminated and truncated are both true"),
+    (edited(info=lambda s: {"task_id": s.reward[:, 0]}), "info 'task_id' must have the shape [3, 1], it has [3]"),
     (edited(final_obs=lambda s: None), "An episode ended without final_obs"),
     (edited(final_obs=lambda s: s.final_obs[:1]), "final_obs must have the keys and shapes of obs"),
     (edited(final_obs=lambda s: nan_like(s.final_obs)), "final_obs has values that are not finite"),

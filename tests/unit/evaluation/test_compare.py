@@ -10,9 +10,13 @@ from apexrl.evaluation.compare import compare
 
 
 def result(returns: list[float], *, ids: list[int] | None = None, **more: Any) -> EvaluationResult:
-    columns = {"return": returns, "episode_len": [10.0] * len(returns), "episode_id": ids or range(len(returns))}
-    columns |= {key: more.pop(key) for key in ("success_once", "task_id") if key in more}
-    return EvaluationResult({name: np.array(values, np.float64) for name, values in columns.items()}, **more)
+    columns: dict[str, Any] = {"return": returns, "episode_len": [10.0] * len(returns)}
+    columns |= {"success_once": more.pop("success_once")} if "success_once" in more else {}
+    info = {"episode_id": ids or range(len(returns))}
+    info |= {"task_id": more.pop("task_id")} if "task_id" in more else {}
+    tables = ({name: np.array(values, np.float64) for name, values in table.items()} for table in (columns, info))
+    episodes, numbers = tables
+    return EvaluationResult(episodes, info=numbers, **more)
 
 
 def test_a_policy_does_not_differ_from_itself() -> None:

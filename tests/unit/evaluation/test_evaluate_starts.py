@@ -56,6 +56,9 @@ def assert_same(results: list[EvaluationResult]) -> None:
         assert other.episodes.keys() == first.keys()
         for name, values in first.items():
             np.testing.assert_array_equal(other.episodes[name], values, err_msg=name)
+        assert {name: values.tolist() for name, values in other.info.items()} == {
+            name: values.tolist() for name, values in results[0].info.items()
+        }
 
 
 SEEDS = [11, 5, 99, 3]
@@ -117,7 +120,7 @@ def test_episodes_of_meta_world() -> None:
 
     results = [run(make(0), num_envs, starts, policy) for num_envs in NUM_ENVS] + [run(make(2), 3, starts, policy)]
     assert_same(results)
-    assert results[0].episodes["task_id"].tolist() == [0, 1, 0, 1]
+    assert results[0].info["task_id"].tolist() == [0, 1, 0, 1]
     assert results[0].episodes["control_steps"].tolist() == [20.0] * 4
     assert list(results[0].per_task()) == ["handle-press-v3", "reach-v3"]
 
@@ -149,8 +152,8 @@ def test_episodes_of_a_suite_that_renders_come_in_the_order_of_their_starts() ->
     starts = [InitState(task, state) for task in (0, 1) for state in suite.init_states(task)[:3]]
     results = [run(lambda n: SuiteVecEnv(suite, n), n, starts, go_to_the_goal) for n in (1, 4, 6)]
     assert_same(results)
-    assert results[0].episodes["task_id"].tolist() == [0, 0, 0, 1, 1, 1]
-    assert results[0].episodes["episode_id"].tolist() == list(range(6))
+    assert results[0].info["task_id"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert results[0].info["episode_id"].tolist() == list(range(6))
     lengths = results[0].episodes["control_steps"]
     assert lengths.min() < lengths.max()
 
@@ -232,7 +235,7 @@ def test_episodes_come_in_the_order_of_their_starts_with_their_ends() -> None:
     env = ScriptedEnv([2, 9], [True, True])
     told: list[int] = []
     result = evaluate_starts(env, ActorCritic.for_env(env), [7, 8, 9], on_progress=told.append)
-    assert result.episodes["episode_id"].tolist() == [0, 1, 2]
+    assert result.info["episode_id"].tolist() == [0, 1, 2]
     assert result.episodes["return"].tolist() == [3, 3, 3]
     assert result.episodes["truncated"].tolist() == [1, 1, 1]
     assert told[-1] == 3
@@ -274,7 +277,7 @@ def test_episodes_whose_worker_dies_are_reported_and_not_counted() -> None:
     # One episode at a time, so that no other is in the worker that dies.
     result = run(lambda n: SuiteVecEnv(suite, n, num_workers=1), 1, starts, go_to_the_goal)
     assert (result.num_episodes, result.num_lost) == (1, 1)
-    assert result.episodes["episode_id"].tolist() == [1]
+    assert result.info["episode_id"].tolist() == [1]
     assert result.summary().endswith("over 1 episode (1 more lost: their workers died)")
     assert result.record()["lost_episodes"] == 1
 
@@ -328,3 +331,14 @@ def test_separate_environments_keep_the_contract() -> None:
     assert env.render(2).shape == (300, 400, 3)
     assert env.spawn(5).num_envs == 5
     env.close()
+
+
+def test_step_tables_of_a_suite_say_which_episode_a_step_belongs_to() -> None:
+    env = SuiteVecEnv(PointSuite(), 2, num_workers=0, split="val")
+    result = evaluate(env, go_to_the_goal(env), 4, record_steps=True)
+    assert result.step_rows is not None
+    for index, rows in result.step_rows.items():
+        assert {row["episode_id"] for row in rows} == {index, index + 2}
+        assert all(row["task_id"] == row["episode_id"] % 2 for row in rows)
+    assert result.info["episode_id"].tolist() == [0, 1, 2, 3]
+    assert not {"episode_id", "task_id", "lost"} & result.episodes.keys()

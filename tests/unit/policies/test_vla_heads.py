@@ -327,7 +327,7 @@ def test_one_advantage_per_episode_is_that_of_all_its_chunks() -> None:
             "observation": TensorDict(dict(observe(length).items()), batch_size=[length]),
             "action": torch.randn(length, 6),
             "valid": torch.ones(length, 1, dtype=torch.bool),
-            "metric": TensorDict({"control_steps": torch.full((length, 1), 2.0)}, batch_size=[length]),
+            "info": TensorDict({"control_steps": torch.full((length, 1), 2)}, batch_size=[length]),
         }
         for length in lengths
     ]

@@ -20,14 +20,14 @@ from torch.nn import functional
 from apexrl.core.errors import ApexRLError, ConfigError
 from apexrl.core.instructions import encode_instruction
 from apexrl.core.observations import is_picture
-from apexrl.core.types import ACTION, INSTRUCTION_KEY, OBSERVATION, STATE_KEY
+from apexrl.core.types import ACTION, INSTRUCTION_KEY, OBSERVATION, STATE_KEY, TASK_ID
 from apexrl.envs.suites.base import TaskSuite
 from apexrl.policies.vla import VALID_STEPS
 
 if TYPE_CHECKING:
     import h5py
 
-TASK_ID, DEMO_ID = "task_id", "demo_id"
+DEMO_ID = "demo_id"
 SUFFIX = "_demo.hdf5"
 LIBERO_STATE = ("ee_pos", "ee_ori", "gripper_states")
 """What LIBERO's files hold of our group ``state``, in this order."""

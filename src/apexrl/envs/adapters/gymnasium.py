@@ -213,6 +213,7 @@ def step_to_device(step: EnvStep, device: torch.device) -> EnvStep:
         truncated=step.truncated.to(device),
         final_obs=None if step.final_obs is None else step.final_obs.to(device),
         metric={name: value.to(device) for name, value in step.metric.items()},
+        info={name: value.to(device) for name, value in step.info.items()},
     )
 
 

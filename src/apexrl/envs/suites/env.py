@@ -17,7 +17,7 @@ from torch import Tensor
 from apexrl.core.errors import ConfigError, EnvError, EnvStateError
 from apexrl.core.instructions import INSTRUCTION_BYTES, encode_instruction
 from apexrl.core.metrics import MetricSpec
-from apexrl.core.types import INSTRUCTION_KEY, EnvStep, Observation
+from apexrl.core.types import CONTROL_STEPS, EPISODE_ID, INSTRUCTION_KEY, LOST, TASK_ID, EnvStep, Observation
 from apexrl.envs.adapters.gymnasium import as_observation, step_to_device
 from apexrl.envs.base import VecEnv
 from apexrl.envs.display import draw_without_display
@@ -27,14 +27,8 @@ from apexrl.envs.workers.suite_processes import SlotProgress, SuiteWorkers
 __all__ = ["INSTRUCTION_BYTES", "SuiteVecEnv", "encode_instruction"]
 
 _METRICS = {
-    spec.name: spec
-    for spec in (
-        MetricSpec("success", "max"),
-        MetricSpec("control_steps", "sum", "rollout"),
-        MetricSpec("task_id", "last", "rollout"),
-        MetricSpec("episode_id", "last", "rollout"),
-        MetricSpec("lost", "max", "rollout"),
-    )
+    "success": MetricSpec("success", "max"),
+    "control_steps": MetricSpec("control_steps", "sum", "rollout"),
 }
 
 
@@ -49,7 +43,10 @@ class SuiteVecEnv(VecEnv):
     ``e % num_tasks`` and the initial state ``e // num_tasks`` of it, and environment ``i`` runs the numbers ``i``,
     ``i + num_envs``, …, so that the first E episodes are the same ones for any number of environments.
 
-    A worker that dies or hangs is replaced; its episodes end ``truncated`` with the metric ``lost``. Where a suite that
+    ``EnvStep.info`` has ``episode_id`` and ``task_id`` (-1 where none ran), ``control_steps`` (the actions of the chunk
+    that were taken) and ``lost``.
+
+    A worker that dies or hangs is replaced; its episodes end ``truncated`` and ``lost``. Where a suite that
     renders loses one as it begins, the others assigned from the same initial state are not begun.
 
     Args:
@@ -147,6 +144,10 @@ class SuiteVecEnv(VecEnv):
         self._reward = np.zeros((N, 1), np.float32)
         self._terminated, self._truncated = np.zeros((N, 1), np.bool_), np.zeros((N, 1), np.bool_)
         self._metric = {name: np.zeros((N, 1), np.float32) for name in _METRICS}
+        self._info: dict[str, NDArray[Any]] = {
+            name: np.zeros((N, 1), np.int64) for name in (EPISODE_ID, TASK_ID, CONTROL_STEPS)
+        }
+        self._info[LOST] = np.zeros((N, 1), np.bool_)
         # The tensors share memory with the arrays, so these two tuples serve every step.
         self._running = EnvStep(
             obs=as_observation(self._obs, N),
@@ -154,6 +155,7 @@ class SuiteVecEnv(VecEnv):
             terminated=torch.from_numpy(self._terminated),
             truncated=torch.from_numpy(self._truncated),
             metric={name: torch.from_numpy(array) for name, array in self._metric.items()},
+            info={name: torch.from_numpy(array) for name, array in self._info.items()},
         )
         self._ended = self._running._replace(final_obs=as_observation(self._final_obs, N))
         self._episode, self._task = np.full(N, -1), np.full(N, -1)
@@ -170,7 +172,7 @@ class SuiteVecEnv(VecEnv):
 
     @property
     def metric_specs(self) -> Mapping[str, MetricSpec]:
-        """``success``, ``control_steps``, ``task_id``, ``episode_id`` (-1 where none ran) and ``lost``."""
+        """``success``, and the length of the episode in ``control_steps``."""
         return _METRICS
 
     @property
@@ -267,18 +269,19 @@ class SuiteVecEnv(VecEnv):
 
     def _write(self, found: Sequence[SlotProgress]) -> NDArray[np.bool_]:
         """Write what a step gave into the buffers and return ``[N]`` whether the episode ended."""
-        idle, metric = self._episode < 0, self._metric
+        idle, info = self._episode < 0, self._info
         self._lost &= ~idle
         self._terminated.fill(False)
-        for name, column in (("task_id", self._task), ("episode_id", self._episode), ("lost", self._lost)):
-            metric[name][:, 0] = column
-        metric["control_steps"].fill(0.0)
+        for name, column in ((TASK_ID, self._task), (EPISODE_ID, self._episode), (LOST, self._lost)):
+            info[name][:, 0] = column
+        info[CONTROL_STEPS].fill(0)
         for slots, obs, solved, taken in found:
             self._see(slots, obs)
             self._elapsed[slots] += taken
             self._terminated[slots, 0] = solved
-            metric["control_steps"][slots, 0] = taken
-        self._reward[:] = metric["success"][:] = self._terminated
+            info[CONTROL_STEPS][slots, 0] = taken
+        self._metric["control_steps"][:] = info[CONTROL_STEPS]
+        self._reward[:] = self._metric["success"][:] = self._terminated
         over = idle | self._lost | (self._elapsed >= self._limit)
         self._truncated[:, 0] = over & ~self._terminated[:, 0]
         return over | self._terminated[:, 0]

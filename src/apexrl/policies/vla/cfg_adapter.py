@@ -12,7 +12,7 @@ from torch import Tensor
 
 from apexrl.core.errors import ConfigError
 from apexrl.core.functional.episodes import stack_episodes
-from apexrl.core.types import ACTION, METRIC, OBSERVATION, VALID
+from apexrl.core.types import ACTION, CONTROL_STEPS, INFO, OBSERVATION, VALID
 from apexrl.policies.vla.flow import CONDITIONAL, UNCONDITIONAL, masked_mean_square
 from apexrl.policies.vla.policy import VALID_STEPS, VLAPolicy
 
@@ -110,8 +110,8 @@ class PI0_CFG_Adapter:  # noqa: N801  the name that the recipe gives it
 def _one_batch(episodes: TensorDict | Sequence[Mapping[str, Any]]) -> TensorDict:
     """Return episodes as a batch ``[T, E]`` that says how much of every chunk was executed."""
     batch = stack_episodes(episodes) if isinstance(episodes, Sequence) else episodes.copy()
-    if METRIC in batch and "control_steps" in batch[METRIC].keys():  # noqa: SIM118
-        batch[VALID_STEPS] = batch[METRIC]["control_steps"].long()  # what follows the goal was never executed
+    if INFO in batch and CONTROL_STEPS in batch[INFO].keys():  # noqa: SIM118
+        batch[VALID_STEPS] = batch[INFO][CONTROL_STEPS]  # what follows the goal was never executed
     return batch
 
 

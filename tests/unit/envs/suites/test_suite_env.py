@@ -103,18 +103,18 @@ def play(env: Any, episodes: list[InitState], at_step: Callable[[int], None] = l
         step = env.step(steer(env, obs))
         obs = step.obs
         for i in range(env.num_envs):
-            number = int(step.metric["episode_id"][i])
+            number = int(step.info["episode_id"][i])
             steps, chunks = running.get(number, (0, 0))
-            running[number] = steps, chunks = steps + int(step.metric["control_steps"][i]), chunks + 1
+            running[number] = steps, chunks = steps + int(step.info["control_steps"][i]), chunks + 1
             if number >= 0 and (step.terminated[i] or step.truncated[i]):
                 assert number not in outcomes
                 assert step.final_obs is not None
                 assert bool(step.terminated[i]) == bool(step.metric["success"][i]) == bool(step.reward[i] == 1)
                 outcomes[number] = Outcome(
                     bool(step.terminated[i]),
-                    bool(step.metric["lost"][i]),
+                    bool(step.info["lost"][i]),
                     steps,
-                    int(step.metric["task_id"][i]),
+                    int(step.info["task_id"][i]),
                     chunks,
                     tuple(step.final_obs["state"][i].tolist()),
                 )
@@ -173,8 +173,9 @@ def test_success_stops_a_chunk_and_the_next_episode_begins_in_the_same_step(make
     assert step.terminated.item()
     assert not step.truncated.item()
     assert step.reward.item() == 1
-    assert {name: value.item() for name, value in step.metric.items()} == {
-        "success": 1, "control_steps": 3, "task_id": 0, "episode_id": 0, "lost": 0,
+    assert {name: value.item() for name, value in step.metric.items()} == {"success": 1, "control_steps": 3}
+    assert {name: value.item() for name, value in step.info.items()} == {
+        "control_steps": 3, "task_id": 0, "episode_id": 0, "lost": False,
     }  # fmt: skip
     assert step.final_obs is not None
     assert torch.allclose(step.final_obs["state"], torch.tensor([[0.42, 0.0]]))
@@ -188,16 +189,16 @@ def test_the_horizon_need_not_be_a_multiple_of_the_chunk(make: Make) -> None:
     first, taken = env.step(same(env, RIGHT)), []
     assert not first.truncated.item()
     assert first.final_obs is None
-    taken.append(first.metric["control_steps"].item())
+    taken.append(first.info["control_steps"].item())
     last = env.step(same(env, RIGHT))
-    taken.append(last.metric["control_steps"].item())
+    taken.append(last.info["control_steps"].item())
     assert taken == [5, 2]
     assert last.truncated.item()
     assert not last.terminated.item()
     assert last.reward.item() == 0
     assert last.final_obs is not None
     assert torch.allclose(last.final_obs["state"][0, 0], torch.tensor(-0.2))
-    assert env.step(same(env, STILL)).metric["control_steps"].item() == 5  # the next one has all of its time
+    assert env.step(same(env, STILL)).info["control_steps"].item() == 5  # the next one has all of its time
 
 
 def test_slots_take_the_next_of_the_queue_and_idle_when_it_is_empty(make: Make) -> None:
@@ -208,7 +209,7 @@ def test_slots_take_the_next_of_the_queue_and_idle_when_it_is_empty(make: Make) 
     env.reset()
 
     def row(step: EnvStep, name: str) -> list[float]:
-        return [float(x) for x in step.metric[name].flatten()]
+        return [float(x) for x in step.info[name].flatten()]
 
     first = env.step(same(env, RIGHT))  # 0 and 2 are solved; 3 is the only one left
     assert row(first, "episode_id") == [0, 1, 2]
@@ -256,8 +257,8 @@ def test_episodes_that_are_not_assigned_come_in_a_fixed_order(make: Make, num_en
             assert step.truncated.all()
             obs = step.obs
             for i in range(num_envs):
-                number = int(step.metric["episode_id"][i])
-                found = (int(step.metric["task_id"][i]), begun[i].tolist())
+                number = int(step.info["episode_id"][i])
+                found = (int(step.info["task_id"][i]), begun[i].tolist())
                 assert seen.setdefault(number, found) == found
     assert sorted(seen) == list(range(20 * num_envs))
     for number, (task, state) in seen.items():
@@ -421,7 +422,7 @@ def begun(env: SuiteVecEnv, tasks: tuple[int, ...]) -> list[list[int]]:
     env.reset()
     found = []
     while env.busy:
-        found.append(env.step(same(env, STILL)).metric["episode_id"].flatten().int().tolist())
+        found.append(env.step(same(env, STILL)).info["episode_id"].flatten().int().tolist())
     return found
 
 
@@ -724,7 +725,7 @@ def test_meta_world_in_workers_equals_one_simulator(make: Make) -> None:
     for _ in range(3):
         step = env.step(action)
     assert step.truncated.all()
-    assert step.metric["control_steps"].flatten().tolist() == [2, 2, 2]
+    assert step.info["control_steps"].flatten().tolist() == [2, 2, 2]
     assert step.final_obs is not None
     for i, (task, state) in enumerate(episodes[:3]):
         simulator = suite.make_simulator(task)

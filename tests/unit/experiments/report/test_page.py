@@ -144,7 +144,7 @@ def test_names_from_run_directories_are_text(tmp_path: Path) -> None:
     path = make_run(tmp_path / EVIL.replace("/", ""), task__id=EVIL, algo__name=EVIL)
     lines = (path / "metrics.jsonl").read_text().replace("rollout/return", "rollout/<img src=x>")
     (path / "metrics.jsonl").write_text(lines)
-    evaluate_run(path, 400, **{"return": [1.0], "success_once": [1.0], "task_id": [0.0]})
+    evaluate_run(path, 400, task_id=[0.0], **{"return": [1.0], "success_once": [1.0]})
     text = (path / "evaluations.jsonl").read_text().replace('"reach"', json.dumps(EVIL))
     (path / "evaluations.jsonl").write_text(text)
     (path / "<u>.mp4").write_bytes(b"x")

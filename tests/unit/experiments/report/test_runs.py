@@ -40,10 +40,11 @@ def make_run(path: Path, seed: int = 0, lines: int = 4, **more: Any) -> Path:
     return path
 
 
-def evaluate_run(path: Path, step: int, **episodes: list[float]) -> None:
+def evaluate_run(path: Path, step: int, task_id: list[float] | None = None, **episodes: list[float]) -> None:
     """Append an evaluation as training does."""
     fields = {name: np.array(values) for name, values in episodes.items()}
-    result = EvaluationResult(fields, task_names=("reach", "push") if "task_id" in fields else ())
+    tasks, info = ((), {}) if task_id is None else (("reach", "push"), {"task_id": np.array(task_id)})
+    result = EvaluationResult(fields, task_names=tasks, info=info)
     append_json_line(path / "evaluations.jsonl", {"iteration": step // 100, "step": step, **result.record()})
 
 
