@@ -5,17 +5,16 @@ Worker processes run it, ``python -m apexrl.envs.workers.gym_group CONNECTION_FD
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import mmap
 import os
 import pickle
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,6 +28,7 @@ from apexrl.envs.workers.arrays import Tree as Tree
 from apexrl.envs.workers.arrays import flat_space as flat_space
 from apexrl.envs.workers.arrays import make_buffers as make_buffers
 from apexrl.envs.workers.arrays import map_tree as map_tree
+from apexrl.envs.workers.process import serve
 
 MakeFn: TypeAlias = Callable[[], "gym.Env[Any, Any]"]
 
@@ -391,46 +391,21 @@ def _restore_mujoco(simulator: gym.Env[Any, Any], state: Mapping[str, Any]) -> N
     simulator.unwrapped.np_random.bit_generator.state = json.loads(state["generator"])
 
 
-class _Worker:
-    """Answers the calls of the parent; the arrays lie in memory that both have mapped."""
+class _SharingGroup(EnvGroup):
+    """A group in a worker process; its arrays lie in memory that the parent has mapped too."""
 
-    def __init__(self, memory_fd: int) -> None:
+    def __init__(self, memory_fd: int, make_fns: bytes, first: int) -> None:
+        super().__init__(pickle.loads(make_fns), first)
         self.memory_fd = memory_fd
-        self.group: EnvGroup
 
-    def make(self, make_fns: bytes, first: int) -> tuple[Any, ...]:
-        self.group = EnvGroup(pickle.loads(make_fns), first)
-        return self.group.observation_space, self.group.action_space, self.group.max_episode_steps
+    def describe(self) -> tuple[Any, ...]:
+        return self.observation_space, self.action_space, self.max_episode_steps
 
-    def bind(self, num_envs: int, size: int, metrics: Sequence[str]) -> None:
-        group = self.group
+    def share(self, num_envs: int, size: int, metrics: Sequence[str]) -> None:
         memory = mmap.mmap(self.memory_fd, size)
-        buffers, _ = make_buffers(group.observation_space, group.action_space, num_envs, MAX_METRICS, memory)
-        group.bind(buffers.rows(group.first, group.first + len(group.simulators)), metrics)
-
-
-def serve(connection_fd: int, memory_fd: int) -> None:
-    """Answer ``(method, arguments)`` with ``(ok, result or traceback)`` until the parent is gone."""
-    # The parent decides what Ctrl-C means, and what a cluster means that tells every process to end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connection = Connection(connection_fd)
-    worker = _Worker(memory_fd)
-    while True:
-        try:
-            method, arguments = connection.recv()
-        except (EOFError, ConnectionError):
-            return
-        try:
-            owner: Any = worker if hasattr(worker, method) else worker.group
-            answer = (True, getattr(owner, method)(*arguments))
-        except Exception:
-            answer = (False, traceback.format_exc())
-        try:
-            connection.send(answer)
-        except ConnectionError:
-            return
+        buffers, _ = make_buffers(self.observation_space, self.action_space, num_envs, MAX_METRICS, memory)
+        self.bind(buffers.rows(self.first, self.first + len(self.simulators)), metrics)
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), int(sys.argv[2]))
+    serve(int(sys.argv[1]), functools.partial(_SharingGroup, int(sys.argv[2])))

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from apexrl.envs.workers.process import serve
 
 if TYPE_CHECKING:
     from apexrl.envs.suites.base import Simulator, TaskSuite
@@ -131,39 +130,15 @@ class SimulatorCache:
         return {group: np.stack([obs[group] for obs in seen]) for group in self.suite.observation_space}
 
 
-def serve(connection_fd: int) -> None:
-    """Answer ``(call, method, arguments)`` with ``(call, ok, result or traceback)`` until the parent is gone."""
-    # The parent decides what Ctrl-C means, and what a cluster means that tells every process to end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connection: Connection[Any, Any] = Connection(connection_fd)
-    cache: SimulatorCache | None = None
-    answer: tuple[int, bool, Any]
-    while True:
-        try:
-            call, method, arguments = connection.recv()
-        except (EOFError, ConnectionError):
-            break
-        try:
-            if method == "make":
-                cache = SimulatorCache(pickle.loads(arguments[0]), arguments[1])
-                answer = (call, True, None)
-            else:
-                answer = (call, True, getattr(cache, method)(*arguments))
-        except Exception:
-            answer = (call, False, traceback.format_exc())
-        try:
-            connection.send(answer)
-        except ConnectionError:
-            break
+def _cache_of(suite: bytes, capacity: int) -> SimulatorCache:
+    return SimulatorCache(pickle.loads(suite), capacity)
+
+
+if __name__ == "__main__":
     try:
-        if cache is not None:
+        if (cache := serve(int(sys.argv[1]), _cache_of)) is not None:
             cache.close()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         os._exit(0)  # drawing contexts complain when the interpreter takes them down
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]))

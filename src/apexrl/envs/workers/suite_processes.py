@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import subprocess
-import sys
-import time
 import traceback
 import weakref
 from collections.abc import Sequence
-from multiprocessing import Pipe
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -22,12 +15,17 @@ from numpy.typing import NDArray
 from apexrl.core.errors import EnvError
 from apexrl.envs.suites.base import TaskSuite
 from apexrl.envs.workers import suite_group
+from apexrl.envs.workers.process import (
+    START_TIMEOUT,
+    Deadline,
+    Worker,
+    WorkerLostError,
+    WorkerProcess,
+    receive_all,
+    stop,
+)
 from apexrl.envs.workers.suite_group import SimulatorCache, States
 
-BEGIN_TIMEOUT = 300.0
-"""Seconds a worker may take to start, or to make simulators and put them into their first states."""
-CLOSE_TIMEOUT = 0.7
-"""Seconds the workers get to close their simulators before they are killed."""
 MAX_PROCESS_DEATHS = 3
 """A worker that dies this often in a row without an answer in between stops the run."""
 
@@ -40,23 +38,6 @@ class SlotProgress(NamedTuple):
     solved: NDArray[np.bool_]
     taken: NDArray[np.int64]
     """Control steps."""
-
-
-class WorkerLostError(Exception):
-    """The process is gone, or did not answer in time."""
-
-
-class Worker(Protocol):
-    """Holds a ``SimulatorCache``; one call at a time, answered later."""
-
-    def send(self, method: str, *arguments: Any) -> None:
-        """Begin a call of a method of the cache."""
-
-    def receive(self, deadline: float) -> Any:
-        """Return the answer of the call."""
-
-    def close(self) -> None:
-        """Release the simulators."""
 
 
 class LocalWorker:
@@ -73,7 +54,7 @@ class LocalWorker:
         except Exception as error:
             raise EnvError(f"A simulator raised an exception.\n{traceback.format_exc()}") from error
 
-    def receive(self, deadline: float) -> Any:
+    def receive(self, deadline: Deadline) -> Any:
         """Return the answer of the call."""
         return self.answer
 
@@ -81,89 +62,8 @@ class LocalWorker:
         """Close the simulators."""
         self.cache.close()
 
-
-class ProcessWorker:
-    """The simulators in a process of their own, which starts while others do.
-
-    Args:
-        suite: pickled.
-        capacity: of its cache.
-        index: for messages.
-    """
-
-    def __init__(self, suite: bytes, capacity: int, index: int) -> None:
-        self.index = index
-        self.connection, theirs = Pipe()
-        paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-        # -P keeps the working directory off the worker's path, unless it is on ours.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", suite_group.__spec__.name, str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
-            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
-        self.started = False
-        self.calls = 0
-        self.send("make", suite, capacity)
-
-    def send(self, method: str, *arguments: Any) -> None:
-        """Begin a call; a process that is gone is found when the answer is wanted."""
-        self.calls += 1
-        try:
-            self.connection.send((self.calls, method, arguments))
-        except ConnectionError:
-            return
-
-    def wait_until_started(self) -> None:
-        """Wait until the suite has arrived.
-
-        Raises:
-            WorkerLostError: when it does not.
-        """
-        if not self.started:
-            self.started = True
-            self._answer_to(1, time.monotonic() + BEGIN_TIMEOUT)
-
-    def receive(self, deadline: float) -> Any:
-        """Return the answer of the last call.
-
-        Raises:
-            WorkerLostError: when the process is gone or the time is over.
-            EnvError: with the traceback of what the call raised.
-        """
-        self.wait_until_started()
-        return self._answer_to(self.calls, deadline)
-
-    def _answer_to(self, call: int, deadline: float) -> Any:
-        answered = -1
-        try:
-            while answered != call:  # an interrupted call has left its answer
-                if not self.connection.poll(max(deadline - time.monotonic(), 0.0)):
-                    raise WorkerLostError("did not answer in time (step_timeout)")
-                answered, succeeded, answer = self.connection.recv()
-        except (EOFError, ConnectionError):
-            self._report_death()
-        if not succeeded:
-            raise EnvError(f"Worker {self.index} raised an exception.\n{answer}")
-        return answer
-
-    def _report_death(self) -> NoReturn:
-        self.kill()
-        code = self.process.returncode
-        how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        raise WorkerLostError(how)
-
-    def kill(self) -> None:
-        """End the process at once."""
-        self.connection.close()
-        self.process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        """Tell the process to end."""
-        self.connection.close()
+    def join(self, deadline: Deadline) -> None:
+        """There is nothing to wait for."""
 
 
 class SuiteWorkers:
@@ -197,12 +97,17 @@ class SuiteWorkers:
         """For each worker, the task it began last; for a private one the task of its simulator."""
         self.last_used: list[int] = []
         self.clock = 0
-        self.close = weakref.finalize(self, _stop, self.workers)
+        self.close = weakref.finalize(self, stop, self.workers)
         self._pickled = b"" if local else cloudpickle.dumps(suite)
         for _ in range(num_workers):
-            self._add_worker(local=local)
+            self._add_worker(LocalWorker(suite, capacity) if local else self._new_process(len(self.workers)))
         try:
-            self._wait_until_started()
+            for worker in self.workers:
+                if isinstance(worker, WorkerProcess):
+                    worker.wait_until_made()
+        except WorkerLostError as error:
+            self.close()
+            raise EnvError(f"A worker of suite '{suite.name}' {error} as it started.") from error
         except EnvError:
             self.close()
             raise
@@ -223,7 +128,7 @@ class SuiteWorkers:
             resting = [slot for slot in idle if self.worker_of[slot] == worker]
             places = self._places(slots, ks)
             self._send(worker, "begin", places, [tasks[k] for k in ks], [states[k] for k in ks], resting)
-        answers, dead = self._receive(list(rows), max(BEGIN_TIMEOUT, self.step_timeout))
+        answers, dead = self._receive(list(rows), max(START_TIMEOUT, self.step_timeout))
         found = []
         for worker, (obs, made, seconds) in answers.items():
             self.created += made
@@ -262,7 +167,7 @@ class SuiteWorkers:
         """Draw the scene of a slot."""
         worker = self.worker_of[slot]
         self._send(worker, "picture", *self._places([slot], [0]))
-        answers, dead = self._receive([worker], max(BEGIN_TIMEOUT, self.step_timeout))
+        answers, dead = self._receive([worker], max(START_TIMEOUT, self.step_timeout))
         if dead:
             raise EnvError(f"The worker of environment {slot} died while it drew.")
         picture: NDArray[np.uint8] = answers[worker]
@@ -294,7 +199,7 @@ class SuiteWorkers:
             free = [w for w in range(len(self.workers)) if w not in taken]
             empty = [w for w in free if self.last_task[w] < 0]
             if not empty and len(self.workers) < self.capacity:
-                empty = [self._add_worker(local=False)]
+                empty = [self._add_worker(self._new_process(len(self.workers)))]
             self._occupy(slot, empty[0] if empty else min(free, key=lambda w: self.last_used[w]), taken)
 
     def _occupy(self, slot: int, worker: int, taken: set[int]) -> None:
@@ -302,23 +207,15 @@ class SuiteWorkers:
         self.worker_of[slot] = worker
         self.last_used[worker] = self.clock
 
-    def _add_worker(self, *, local: bool) -> int:
-        index = len(self.workers)
-        self.workers.append(
-            LocalWorker(self.suite, self.share) if local else ProcessWorker(self._pickled, self.share, index)
-        )
+    def _new_process(self, index: int) -> WorkerProcess:
+        return WorkerProcess(suite_group.__spec__.name, f"Worker {index}", (self._pickled, self.share))
+
+    def _add_worker(self, worker: Worker) -> int:
+        self.workers.append(worker)
         self.deaths.append(0)
         self.last_task.append(-1)
         self.last_used.append(0)
-        return index
-
-    def _wait_until_started(self) -> None:
-        for index, worker in enumerate(self.workers):
-            try:
-                if isinstance(worker, ProcessWorker):
-                    worker.wait_until_started()
-            except WorkerLostError as error:
-                raise EnvError(f"Worker {index} of suite '{self.suite.name}' {error} as it started.") from error
+        return len(self.workers) - 1
 
     def _send(self, worker: int, method: str, *arguments: Any) -> None:
         if not self.close.alive:
@@ -327,51 +224,26 @@ class SuiteWorkers:
 
     def _receive(self, workers: Sequence[int], timeout: float) -> tuple[dict[int, Any], set[int]]:
         """Return the answers by worker, and the workers that died; these are replaced."""
-        deadline = time.monotonic() + timeout
-        answers: dict[int, Any] = {}
-        failures: list[EnvError] = []
-        dead: set[int] = set()
-        for worker in workers:
-            try:
-                answers[worker] = self.workers[worker].receive(deadline)
-                self.deaths[worker] = 0
-            except WorkerLostError as error:
-                dead.add(worker)
-                self._replace(worker, str(error))
-            except EnvError as error:  # the others answer too; nothing may be left in their pipes
-                failures.append(error)
-        if failures:
-            raise failures[0]
-        return answers, dead
+        answers = receive_all({worker: self.workers[worker] for worker in workers}, timeout, self._replace)
+        for worker in answers:
+            self.deaths[worker] = 0
+        return answers, set(workers) - set(answers)
 
-    def _replace(self, index: int, what: str) -> None:
+    def _replace(self, index: int, how: WorkerLostError) -> None:
         worker = self.workers[index]
-        assert isinstance(worker, ProcessWorker)
+        assert isinstance(worker, WorkerProcess)
         worker.kill()
         self.deaths[index] += 1
         if self.deaths[index] >= MAX_PROCESS_DEATHS:
             self.close()
             raise EnvError(
-                f"Worker {index} of suite '{self.suite.name}' {what}, {MAX_PROCESS_DEATHS} times in a row. "
+                f"Worker {index} of suite '{self.suite.name}' {how}, {MAX_PROCESS_DEATHS} times in a row. "
                 "Look at what it printed, and at the free memory."
             )
         self.replaced += 1
         slots = [slot for slot, of in enumerate(self.worker_of) if of == index]
         logging.getLogger("apexrl").warning(
-            "Worker %d %s. It is replaced; the episodes of environments %s are discarded.", index, what, slots
+            "Worker %d %s. It is replaced; the episodes of environments %s are discarded.", index, how, slots
         )
-        self.workers[index] = ProcessWorker(self._pickled, self.share, index)
+        self.workers[index] = self._new_process(index)
         self.last_task[index] = -1
-
-
-def _stop(workers: list[Worker]) -> None:
-    """Close the pipes, on which the processes exit by themselves, and kill those that do not."""
-    for worker in workers:
-        worker.close()
-    deadline = time.monotonic() + CLOSE_TIMEOUT
-    for worker in workers:
-        if isinstance(worker, ProcessWorker):
-            try:
-                worker.process.wait(max(deadline - time.monotonic(), 0.0))
-            except subprocess.TimeoutExpired:
-                worker.kill()

@@ -28,6 +28,7 @@ from apexrl.envs import GymVecEnv, RslVecEnv, as_vec_env, display, gym_make_fns,
 from apexrl.envs.adapters import gymnasium as adapter
 from apexrl.envs.tasks import TASKS
 from apexrl.envs.workers.gym_group import MAX_METRICS, flat_space, users_frames
+from apexrl.envs.workers.process import WorkerProcess
 
 Step = tuple[Any, float, bool, bool, dict[str, Any]]
 ONE = spaces.Box(-1.0, 1.0, (1,))
@@ -569,7 +570,7 @@ def test_workers_report_groups_and_metrics() -> None:
 
 def processes(env: GymVecEnv) -> list[subprocess.Popen[bytes]]:
     group: Any = env._group
-    return list(group.processes)
+    return [worker.process for worker in group.workers]
 
 
 def faulty(fault: str) -> Callable[[], gym.Env[Any, Any]]:
@@ -637,6 +638,28 @@ def test_workers_answer_after_one_has_raised() -> None:
         env.step(action)
 
 
+def test_an_interrupted_step_does_not_shift_the_answers_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    env, peer = (GymVecEnv([lambda: gym.make("CartPole-v1")] * 2, num_workers=w) for w in (2, 0))
+    env.reset(0)
+    action = torch.zeros(2, 1, dtype=torch.int64)
+
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerProcess, "receive", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            env.step(action)
+    for one in (env, peer):
+        one.reset(1)
+        one.step(action)
+    state = env.state_dict()
+    assert state is not None
+    assert [len(each["actions"]) for each in state["envs"]] == [1, 1]
+    assert torch.equal(env.step(action).obs, peer.step(action).obs)
+    env.close()
+
+
 def test_a_worker_that_cannot_make_its_environment_says_why() -> None:
     def make() -> gym.Env[Any, Any]:
         raise OSError("no such robot")
@@ -669,7 +692,7 @@ def test_no_worker_outlives_its_parent(how: str) -> None:
         from apexrl.envs import make_env
         env = make_env("CartPole-v1", 2, num_workers=2)
         env.reset(0)
-        print(*[process.pid for process in env._group.processes], flush=True)
+        print(*[worker.process.pid for worker in env._group.workers], flush=True)
         {how}
     """
     parent = subprocess.Popen(

@@ -30,8 +30,8 @@ from apexrl.envs import check_env
 from apexrl.envs.suites.base import InitState, Simulator, TaskSuite
 from apexrl.envs.suites.env import INSTRUCTION_BYTES, SuiteVecEnv, encode_instruction
 from apexrl.envs.suites.metaworld import MetaWorldSuite
+from apexrl.envs.workers.process import WorkerProcess
 from apexrl.envs.workers.suite_group import SimulatorCache
-from apexrl.envs.workers.suite_processes import ProcessWorker
 
 # The workers get the suites below without importing this file, which would take seconds.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -143,7 +143,7 @@ def workers_of(env: SuiteVecEnv) -> Any:
 
 
 def pids(env: SuiteVecEnv) -> list[int]:
-    return [worker.process.pid for worker in workers_of(env).workers if isinstance(worker, ProcessWorker)]
+    return [worker.process.pid for worker in workers_of(env).workers if isinstance(worker, WorkerProcess)]
 
 
 @pytest.mark.parametrize(("num_envs", "num_workers"), [(1, 0), (5, 0), (3, 1), (5, 2)])
@@ -643,7 +643,7 @@ def test_an_interrupted_step_does_not_shift_the_answers(make: Make, monkeypatch:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ProcessWorker, "receive", interrupt)
+        patch.setattr(WorkerProcess, "receive", interrupt)
         with pytest.raises(KeyboardInterrupt):
             env.step(steer(env, obs))
     outcomes = play(env, starts(suite))
