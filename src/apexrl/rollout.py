@@ -32,8 +32,8 @@ from apexrl.policies.base import Policy
 from apexrl.policies.exploration import NOISE_KEYS
 
 LOG = "log"
-OUTCOME_KEYS = frozenset({REWARD, TERMINATED, TRUNCATED, DONE})
-"""Always kept, with ``metric``, ``log`` and ``info``: enough for episode statistics."""
+OUTCOME_KEYS = frozenset({REWARD, TERMINATED, TRUNCATED, DONE, LOG})
+"""Always kept, with ``metric`` and ``info``: enough for episode statistics."""
 
 
 @torch.no_grad()
@@ -44,6 +44,7 @@ def rollout(
     num_steps: int,
     *,
     keep: Collection[str] | None = None,
+    drop: Collection[str] = (),
     until_done: bool = False,
 ) -> tuple[TensorDict, Carry]:
     """Alternate actor and environment.
@@ -57,6 +58,7 @@ def rollout(
         num_steps: steps to take.
         keep: keys to store besides the outcomes, the metrics, the log and the control data; None stores everything.
             ``next_observation`` is the true successor of each step, also where an episode ended.
+        drop: keys that are not stored even so; a dropped ``next_observation`` is never built.
         until_done: stop early, once every environment has finished an episode.
 
     Returns:
@@ -65,7 +67,7 @@ def rollout(
     if num_steps < 1:
         raise ConfigError(f"num_steps must be at least 1, got {num_steps}.")
     env.running = None
-    columns = _Columns(num_steps, keep)
+    columns = _Columns(num_steps, keep, drop)
     finals: dict[int, Observation] = {}
     pending = torch.ones(env.num_envs, 1, dtype=torch.bool, device=env.device)
     for t in range(num_steps):
@@ -85,7 +87,7 @@ def rollout(
             finals[t] = step.final_obs.clone()
         for name, value in step.metric.items():
             columns.put_sparse(t, (METRIC, name), value)
-        for name, number in step.log.items():
+        for name, number in step.log.items() if columns.keeps(LOG) else ():
             columns.put_sparse(t, (LOG, name), torch.as_tensor(number, device=env.device).float().mean().view(1, 1))
         for name, value in step.info.items():
             columns.put_info(t, name, value)
@@ -182,20 +184,21 @@ def _successors(batch: TensorDict, last: Observation, finals: dict[int, Observat
 class _Columns:
     """Storage ``[T, N, ...]`` for every key, allocated when the key is first seen."""
 
-    def __init__(self, num_steps: int, keep: Collection[str] | None) -> None:
+    def __init__(self, num_steps: int, keep: Collection[str] | None, drop: Collection[str]) -> None:
         self.num_steps = num_steps
         self.keep = None if keep is None else OUTCOME_KEYS | set(keep)
+        self.drop = frozenset(drop)
         self.columns: dict[str | tuple[str, ...], Tensor] = {}
         self.rows: dict[str | tuple[str, ...], tuple[Tensor, ...]] = {}
         """The columns cut into steps once, which is faster than an index at every step."""
 
     def keeps(self, name: str) -> bool:
-        return self.keep is None or name in self.keep
+        return name not in self.drop and (self.keep is None or name in self.keep)
 
     def put(self, t: int, name: str, value: Observation) -> None:
         if name in self.rows:
             self.rows[name][t].copy_(value)
-        elif self.keep is None or name in self.keep:
+        elif self.keeps(name):
             self._write(t, name, value)
 
     def put_sparse(self, t: int, key: tuple[str, ...], value: Tensor) -> None:

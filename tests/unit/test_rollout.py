@@ -1,5 +1,6 @@
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from tensordict import TensorDict
 from tests.refusals import refused
 from tests.scripted import ScriptedEnv
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import apexrl
 from apexrl import PPO, ActorCritic, OnPolicyRunner, SyncCollector
@@ -167,3 +169,44 @@ def test_a_rollout_without_steps_is_refused(num_steps: int) -> None:
         OnPolicyRunner(env, agent=PPO(policy=policy)).rollout(None, num_steps)
     with refused(ConfigError, "num_steps", 1, num_steps):
         SyncCollector(env, policy).collect(num_steps)
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the rows of two numbers, which here are observations, that new memory is taken for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        is_new = func.overloadpacket.__name__ in {"empty", "cat", "clone", "stack", "where", "index", "zeros", "full"}
+        if is_new and isinstance(found, Tensor) and found.shape[-1:] == (2,):
+            self.rows += found.numel() // 2
+        return found
+
+
+def test_a_dropped_successor_is_never_built() -> None:
+    def count(**options: Any) -> int:
+        env = ScriptedEnv([3, 2], [False, True])
+        env.reset()
+        with Allocated() as by_the_env:
+            for _ in range(4):
+                env.step(torch.zeros(2, 1))
+        carry = {"observation": env.reset()}
+        with Allocated() as allocated:
+            batch, _ = rollout(env, constant_actor, carry, 4, **options)
+        assert ("next_observation" in batch) == (not options)
+        rows: int = allocated.rows - by_the_env.rows
+        return rows
+
+    assert count(drop=("next_observation",)) == 4 * 2  # the observations alone
+    assert count() > 2 * 4 * 2
+
+
+def test_what_is_dropped_is_not_in_the_batch_and_the_rest_is_the_same() -> None:
+    whole, _ = run(ScriptedEnv([3, 2], [False, True]), 4)
+    batch, _ = run(ScriptedEnv([3, 2], [False, True]), 4, drop=("next_observation", "log"))
+    assert set(batch.keys()) == set(whole.keys()) - {"next_observation", "log"}
+    for name in set(batch.keys()) - {"metric"}:
+        assert torch.equal(batch[name], whole[name]), name

@@ -149,8 +149,10 @@ class SuiteRunner:
             # Every segment ends an episode in each busy environment.
             if len(segments) > len(episodes):
                 raise EnvError(f"{len(episodes)} episodes did not end within {len(segments)} times {num_chunks} steps.")
-            segment, carry = rollout(env, actor, carry, num_chunks, keep=keep, until_done=True)
-            segments.append(segment.exclude(LOG, NEXT_OBSERVATION))
+            segment, carry = rollout(
+                env, actor, carry, num_chunks, keep=keep, drop=(NEXT_OBSERVATION, LOG), until_done=True
+            )
+            segments.append(segment)
         return pack_episodes(TensorDict.cat(segments), len(episodes))
 
     def _watched(self, actor: Actor) -> Actor:

@@ -16,12 +16,13 @@ from tests.refusals import refused
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from apexrl.algorithms import RLOO
 from apexrl.collectors.episodes import SuiteRunner
 from apexrl.collectors.groups import RolloutGenerator
 from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, RolloutStats, hash_init_state
 from apexrl.core.errors import ConfigError, EnvError
 from apexrl.core.metrics import training_log_names
-from apexrl.core.types import Observation, PolicyOutput
+from apexrl.core.types import EnvStep, Observation, PolicyOutput
 from apexrl.envs.suites.base import InitState, Simulator, TaskSuite
 from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.evaluation.evaluate import evaluate_starts
@@ -404,6 +405,31 @@ def test_keep_limits_the_batch() -> None:
         "observation", "action", "reward", "terminated", "truncated", "done", "metric", "info", "valid", "group",
         "sampled_success",
     }  # fmt: skip
+
+
+class Untouchable:
+    """A final observation that nobody may look at."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"the final observation was read ({name}), though RLOO drops the successors")
+
+
+@pytest.mark.parametrize("keep", [None, RLOO.required_keys])
+def test_the_rollout_of_rloo_neither_builds_successors_nor_copies_final_observations(
+    keep: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = generator(SOMETIMES, keep=keep)
+    step = made.env.step
+
+    def step_without_end(action: Tensor) -> EnvStep:
+        found = step(action)
+        return found if found.final_obs is None else found._replace(final_obs=Untouchable())  # type: ignore[arg-type]
+
+    monkeypatch.setattr(made.env, "step", step_without_end)
+    monkeypatch.setattr("apexrl.rollout._successors", Untouchable())
+    batch = made.collect()
+    assert batch["done"].any()
+    assert not {"next_observation", "log"} & set(batch.keys())
 
 
 def test_mastered_states_that_are_skipped_still_count_as_successes(tmp_path: Path) -> None:

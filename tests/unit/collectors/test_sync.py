@@ -1,7 +1,9 @@
 import pytest
 import torch
+from tensordict import TensorDict
 from tests.scripted import ScriptedEnv
 
+from apexrl.algorithms import PPO, RLOO, SAC
 from apexrl.collectors import SyncCollector
 from apexrl.policies import ActorCritic
 
@@ -44,6 +46,20 @@ def test_keep_limits_the_batch() -> None:
     assert set(collector.collect(2).keys()) == {
         "observation", "action", "reward", "terminated", "truncated", "done", "metric", "log"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("keep", [PPO.required_keys, SAC.required_keys, RLOO.required_keys])
+def test_what_an_algorithm_asks_for_is_what_there_would_be_of_everything(keep: frozenset[str]) -> None:
+    def collect(keep: frozenset[str] | None) -> TensorDict:
+        torch.manual_seed(0)
+        env = ScriptedEnv([3, 5], [True, False])
+        return SyncCollector(env, ActorCritic.for_env(env), keep=keep).collect(7)
+
+    everything, batch = collect(None), collect(keep)
+    assert set(batch.keys()) >= keep - {"advantage", "return", "valid", "group"}
+    assert ("next_observation" in batch) == ("next_observation" in keep)
+    for name in set(batch.keys()) - {"metric", "log"}:
+        assert torch.equal(batch[name], everything[name]), name
 
 
 def test_the_policy_acts_in_evaluation_mode() -> None:
