@@ -6,7 +6,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import gymnasium as gym
 import numpy as np
@@ -19,6 +19,16 @@ from apexrl.core.errors import EnvError, EnvStateError
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import ACTION, DONE, OBSERVATION, REWARD, TERMINATED, TRUNCATED, Carry, EnvStep, Observation
+from apexrl.envs.suites.base import InitState, StateEpisode
+
+EpisodeStart: TypeAlias = int | InitState
+"""Where one episode starts: a seed, or the initial state of a suite."""
+
+
+class SeedEpisode(NamedTuple):
+    """An episode of an ordinary task, as a manifest names it."""
+
+    seed: int
 
 
 @dataclass
@@ -112,6 +122,10 @@ class VecEnv(ABC):
     """False when ``reset`` starts no new episodes, but returns the current observation of the running ones."""
     running: RunningEpisodes | None = None
     """The running episodes, set by whoever stepped last; None after a reset, and when they are not known."""
+    own_seeds: bool = False
+    """True when ``reset_each`` takes more seeds than one: no environment notices which others run beside it."""
+    episode_type: type[SeedEpisode] | type[StateEpisode] = SeedEpisode
+    """How manifests name its episodes."""
     can_spawn: bool = True
     """False when it is known that ``spawn`` cannot make others in this process."""
 
@@ -147,6 +161,52 @@ class VecEnv(ABC):
         No two environments share a random stream, of one seed or of two: ``spawn_seeds(seed, N)`` gives N seeds, where
         ``seed + i`` would give environment ``i + 1`` of a seed that of environment ``i`` of the next.
         """
+
+    def reset_each(self, seeds: Sequence[int]) -> Observation:
+        """Start a new episode everywhere, environment ``i`` from ``seeds[i]``.
+
+        The same seed and actions give the same numbers to the last bit, in any environment and beside any others. That
+        is so for one environment; environments that keep it for more say so by ``own_seeds``.
+        """
+        assert len(seeds) == 1
+        return self.reset(seed=seeds[0])
+
+    def independent(self) -> VecEnv:
+        """Return environments whose episodes depend on their starts alone: these, or a new one that runs alone.
+
+        A generator that N environments share gives each of them other numbers when N changes, and nothing promises that
+        a row of a tensor operation comes out the same to the last bit when there are more rows.
+
+        Raises:
+            EnvError: when there is none.
+        """
+        if self.own_seeds:
+            return self
+        alone = self.spawn(1)
+        if alone.num_envs != 1:
+            alone.close()
+            raise EnvError(
+                f"{type(self).__name__} always has {alone.num_envs} environments and cannot start one alone from a "
+                "seed of its own. Evaluate it with a number of episodes instead of a manifest."
+            )
+        return alone
+
+    def start_episodes(self, starts: Sequence[Any]) -> tuple[Observation, Sequence[int]]:
+        """Start an episode from each of at most N starts.
+
+        Returns:
+            The observation, and for each environment the index of its start; -1 for an episode that does not count.
+        """
+        order = [*range(len(starts)), *[-1] * (self.num_envs - len(starts))]
+        return self.reset_each([starts[index] for index in order]), order
+
+    def draw_episodes(self, count: int, rng: np.random.Generator) -> Sequence[SeedEpisode] | Sequence[StateEpisode]:
+        """Draw different episodes for a manifest."""
+        return [SeedEpisode(int(seed)) for seed in rng.choice(2**31, count, replace=False)]
+
+    def find_starts(self, episodes: Sequence[Any]) -> Sequence[EpisodeStart]:
+        """Return where the episodes of a manifest start."""
+        return [episode.seed for episode in episodes]
 
     @abstractmethod
     def step(self, action: Tensor) -> EnvStep:
@@ -214,14 +274,3 @@ class VecEnv(ABC):
     def close(self) -> None:
         """Free simulators and processes. The environment cannot be used afterwards."""
         return
-
-
-class SeededVecEnv(VecEnv):
-    """Environments that each take a seed of their own, and do not notice which others run beside them."""
-
-    @abstractmethod
-    def reset_each(self, seeds: Sequence[int]) -> Observation:
-        """Start a new episode everywhere, environment ``i`` from ``seeds[i]``.
-
-        The same seed and actions give the same numbers to the last bit, in any environment and beside any others.
-        """

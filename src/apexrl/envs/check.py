@@ -19,7 +19,7 @@ from torch import Tensor
 from apexrl.core.errors import EnvError
 from apexrl.core.metrics import RESERVED_NAMES
 from apexrl.core.types import EnvStep, Observation
-from apexrl.envs.base import SeededVecEnv, VecEnv
+from apexrl.envs.base import VecEnv
 
 _BOUND_TOLERANCE = 1e-4
 """How far an observation may leave its Box by rounding, relative to a bound above 1."""
@@ -332,7 +332,7 @@ class _Check:
     def own_seeds(self, seed: int, actions: Sequence[Tensor]) -> None:
         """Start episodes from their own seeds, and again in the reverse order."""
         env = self.env
-        if not isinstance(env, SeededVecEnv):
+        if not env.own_seeds:
             return
         seeds = range(seed, seed + env.num_envs)
         trace = [_copy(env.reset_each(seeds)), *(_copy_step(env.step(action)) for action in actions)]

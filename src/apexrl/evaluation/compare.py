@@ -97,14 +97,14 @@ class Comparison:
 
 
 def compare(a: EvaluationResult, b: EvaluationResult) -> Comparison:
-    """Pair the episodes that both have, by ``episode_id``, as ``evaluate_starts`` gives it.
+    """Pair the episodes that both have, by ``episode_id``, as ``evaluate`` gives it from given starts.
 
     Raises:
         ConfigError: when there is no pair.
     """
     for name, result in (("A", a), ("B", b)):
         if EPISODE_ID not in result.info:
-            raise ConfigError(f"{name} does not say which episodes it ran; evaluate it with evaluate_starts.")
+            raise ConfigError(f"{name} does not say which episodes it ran; evaluate it from given starts.")
     _, rows_a, rows_b = np.intersect1d(a.info[EPISODE_ID], b.info[EPISODE_ID], return_indices=True)
     numbers = np.isfinite(np.stack((a.episodes["return"][rows_a], b.episodes["return"][rows_b]))).all(0)
     rows_a, rows_b = rows_a[numbers], rows_b[numbers]

@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apexrl.core.errors import ConfigError
 from apexrl.core.system.files import write_json
-from apexrl.envs.base import VecEnv
-from apexrl.envs.suites.base import InitState, Split
-from apexrl.envs.suites.env import SuiteVecEnv
+from apexrl.envs.base import EpisodeStart, SeedEpisode, VecEnv
+from apexrl.envs.suites.base import StateEpisode
 
 MANIFEST_VERSION = 1
 MAX_EPISODE_SEED = 2**32
-
-
-class SeedEpisode(NamedTuple):
-    """An episode of an ordinary task."""
-
-    seed: int
-
-
-class StateEpisode(NamedTuple):
-    """An episode of a suite."""
-
-    task: str
-    split: str
-    init_state: int
-    """Index among the initial states of the task in that split."""
-    hash: str
-    """SHA-256 of the state itself: another version of the simulator may have another one at this index."""
 
 
 @dataclass(frozen=True)
@@ -95,21 +75,18 @@ class Manifest:
         episodes = [_episode(kind, entry, f"{path}: episode {i}") for i, entry in enumerate(raw["episodes"])]
         return cls(raw["task"], raw["options"], episodes, path)
 
-    def starts(self, env: VecEnv) -> Sequence[int] | Sequence[InitState]:
-        """Return where the episodes start in an environment of the task, as ``evaluate_starts`` takes it.
+    def starts(self, env: VecEnv) -> Sequence[EpisodeStart]:
+        """Return where the episodes start in an environment of the task, as ``evaluate`` takes it.
 
         Raises:
-            ConfigError: when a suite lacks one of the tasks or states, or a state is another one.
+            ConfigError: when they are episodes of another kind of task, or a suite lacks one of them.
         """
-        seeds = [episode.seed for episode in self.episodes if isinstance(episode, SeedEpisode)]
-        if isinstance(env, SuiteVecEnv) != (not seeds):
-            wanted = "initial states" if isinstance(env, SuiteVecEnv) else "seeds"
-            raise ConfigError(f"The manifest of '{self.task}' has no {wanted}; write a new one with 'apexrl manifest'.")
-        if not isinstance(env, SuiteVecEnv):
-            return seeds
-        states = functools.cache(env.suite.init_states)
-        names = list(env.suite.task_names)
-        return [_init_state(names, states, episode) for episode in self.episodes if isinstance(episode, StateEpisode)]
+        if not all(isinstance(episode, env.episode_type) for episode in self.episodes):
+            raise ConfigError(
+                f"The manifest does not name the episodes of '{self.task}' by {', '.join(env.episode_type._fields)}; "
+                "write a new one with 'apexrl manifest'."
+            )
+        return env.find_starts(self.episodes)
 
 
 def make_manifest(
@@ -127,24 +104,7 @@ def make_manifest(
     Raises:
         ConfigError: when a suite has fewer validation states.
     """
-    rng = np.random.default_rng(seed)
-    if not isinstance(env, SuiteVecEnv):
-        seeds = rng.choice(2**31, num_episodes, replace=False)
-        return Manifest(task, options or {}, [SeedEpisode(int(value)) for value in seeds])
-    suite = env.suite
-    if num_episodes > env.num_distinct_episodes:
-        raise ConfigError(
-            f"--episodes {num_episodes} is more than the validation states of '{task}': it has "
-            f"{env.num_distinct_episodes} for {suite.num_tasks} tasks. Ask for fewer."
-        )
-    states = [suite.init_states(task_id, "val") for task_id in range(suite.num_tasks)]
-    orders = [rng.permutation(len(of_task)) for of_task in states]
-    episodes = []
-    for number in range(num_episodes):
-        turn, task_id = divmod(number, suite.num_tasks)
-        index = int(orders[task_id][turn])
-        episodes.append(StateEpisode(suite.task_names[task_id], "val", index, _state_hash(states[task_id][index])))
-    return Manifest(task, options or {}, episodes)
+    return Manifest(task, options or {}, env.draw_episodes(num_episodes, np.random.default_rng(seed)))
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -179,28 +139,3 @@ def _episode(kind: Any, entry: Any, where: str) -> Any:
         if wanted is int and not 0 <= value < MAX_EPISODE_SEED:
             raise ConfigError(f"{where}: '{name}' must lie in [0, {MAX_EPISODE_SEED}), got {value}.")
     return kind(**entry)
-
-
-def _init_state(
-    names: list[str], states: Callable[[int, Split], list[NDArray[np.float64]]], episode: StateEpisode
-) -> InitState:
-    if episode.task not in names:
-        raise ConfigError(
-            f"The manifest has the task '{episode.task}', which this suite of {len(names)} tasks lacks: "
-            f"{', '.join(names[:10])}{', …' if len(names) > 10 else ''}."
-        )
-    if episode.split not in get_args(Split):
-        raise ConfigError(f"The manifest has the split '{episode.split}'; there are {' and '.join(get_args(Split))}.")
-    task_id = names.index(episode.task)
-    known = states(task_id, "val" if episode.split == "val" else "train")
-    if episode.init_state >= len(known) or _state_hash(known[episode.init_state]) != episode.hash:
-        raise ConfigError(
-            f"Initial state {episode.init_state} of '{episode.task}' ({episode.split}) is not the one that the "
-            "manifest means: the simulator here is of another version. Install the version that the manifest was "
-            "written with, or write a new one with 'apexrl manifest'."
-        )
-    return InitState(task_id, known[episode.init_state])
-
-
-def _state_hash(state: NDArray[np.float64]) -> str:
-    return hashlib.sha256(np.ascontiguousarray(state, "<f8").tobytes()).hexdigest()

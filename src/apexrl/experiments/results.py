@@ -15,7 +15,7 @@ import torch
 from apexrl.core.errors import ConfigError
 from apexrl.core.system.provenance import provenance
 from apexrl.core.types import EPISODE_ID, TASK_ID, TRUNCATED
-from apexrl.evaluation.evaluate import EvaluationResult, evaluate_starts, group_size
+from apexrl.evaluation.evaluate import EvaluationResult, evaluate, group_size
 from apexrl.evaluation.manifest import Manifest, dict_or_empty, read_json
 from apexrl.run.config import Config
 from apexrl.run.sections import SuiteConfig, TaskConfig
@@ -86,7 +86,7 @@ def evaluate_trained(
             _check_same_spaces(trained, env, manifest)
         starts = manifest.starts(env)
         policy = trained.policy.to(device)
-        return evaluate_starts(env, policy, starts, events=trained.events, on_progress=on_progress)
+        return evaluate(env, policy, starts, events=trained.events, on_progress=on_progress)
     finally:
         env.close()
 

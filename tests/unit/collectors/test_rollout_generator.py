@@ -25,7 +25,7 @@ from apexrl.core.metrics import training_log_names
 from apexrl.core.types import EnvStep, Observation, PolicyOutput
 from apexrl.envs.suites.base import InitState, Simulator, TaskSuite
 from apexrl.envs.suites.env import SuiteVecEnv
-from apexrl.evaluation.evaluate import evaluate_starts
+from apexrl.evaluation.evaluate import evaluate
 from apexrl.policies.base import Policy
 
 CHUNK = 5
@@ -677,7 +677,7 @@ def test_evaluation_covers_every_task_and_touches_nothing() -> None:
 def test_the_runner_finds_what_evaluating_the_same_starts_finds() -> None:
     evaluated = runner(ALWAYS, SOMETIMES, num_states=8)
     starts = [InitState(task, state) for task in range(2) for state in evaluated.suite.init_states(task, "val")]
-    expected = evaluate_starts(evaluated.env, evaluated.policy, starts).episodes
+    expected = evaluate(evaluated.env, evaluated.policy, starts).episodes
     result = evaluated.run()
     found = result.episodes
     np.testing.assert_array_equal(result.info["task_id"], np.repeat([0, 1], 8))

@@ -114,7 +114,7 @@ def test_each_task_of_a_suite() -> None:
 def test_nothing_in_common() -> None:
     with refused(ConfigError, "A and B", "no episode in common", "return"):
         compare(result([1.0], ids=[0]), result([1.0], ids=[1]))
-    with refused(ConfigError, "B", "evaluate_starts"):
+    with refused(ConfigError, "B", "given starts"):
         compare(result([1.0]), EvaluationResult({"return": np.ones(1)}))
 
 

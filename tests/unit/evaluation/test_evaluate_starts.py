@@ -17,10 +17,9 @@ from torch import Tensor
 from apexrl.core.errors import EnvError
 from apexrl.envs import GymVecEnv, RslVecEnv, VecEnv, check_env, make_env
 from apexrl.envs.mujoco.env import MujocoVecEnv
-from apexrl.envs.separate import SeparateEnvs
 from apexrl.envs.suites import InitState, make_suite
 from apexrl.envs.suites.env import SuiteVecEnv
-from apexrl.evaluation.evaluate import EvaluationResult, evaluate, evaluate_starts, group_size
+from apexrl.evaluation.evaluate import EvaluationResult, evaluate, group_size
 from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic, ROAPolicy
 from apexrl.policies.vla import VLAPolicy
 
@@ -45,7 +44,7 @@ def run(
     env = make(num_envs)
     torch.manual_seed(1)
     policy = lively(make_policy(env))
-    result = evaluate_starts(env, policy, starts)
+    result = evaluate(env, policy, starts)
     env.close()
     return result
 
@@ -202,7 +201,7 @@ def test_a_flow_draws_where_it_starts_and_so_finds_both_modes(noise: str) -> Non
     assert (other.episodes["return"] != result.episodes["return"]).mean() > 0.5
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    evaluate_starts(env, policy, SEEDS)
+    evaluate(env, policy, SEEDS)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -234,13 +233,13 @@ def test_episodes_come_in_the_order_of_their_starts_with_their_ends() -> None:
     # Each environment made alone is number 0: two steps, reward 1 + 2, ended by the time limit.
     env = ScriptedEnv([2, 9], [True, True])
     told: list[int] = []
-    result = evaluate_starts(env, ActorCritic.for_env(env), [7, 8, 9], on_progress=told.append)
+    result = evaluate(env, ActorCritic.for_env(env), [7, 8, 9], on_progress=told.append)
     assert result.info["episode_id"].tolist() == [0, 1, 2]
     assert result.episodes["return"].tolist() == [3, 3, 3]
     assert result.episodes["truncated"].tolist() == [1, 1, 1]
     assert told[-1] == 3
     env = ScriptedEnv([2], [False])
-    assert evaluate_starts(env, ActorCritic.for_env(env), [7]).episodes["truncated"].tolist() == [0]
+    assert evaluate(env, ActorCritic.for_env(env), [7]).episodes["truncated"].tolist() == [0]
 
 
 def test_groups_are_few_and_of_about_one_size() -> None:
@@ -250,7 +249,7 @@ def test_groups_are_few_and_of_about_one_size() -> None:
 def test_an_episode_that_never_ends_is_given_up() -> None:
     env = ScriptedEnv([10_000], [False])
     with refused(EnvError, "0 of 1 episodes", "50 steps", "max_episode_steps"):
-        evaluate_starts(env, ActorCritic.for_env(env), [0], max_steps=50)
+        evaluate(env, ActorCritic.for_env(env), [0], max_steps=50)
 
 
 class DyingSuite(PointSuite):
@@ -297,7 +296,7 @@ class Fixed:
 def test_a_simulator_with_a_fixed_number_of_environments_is_refused() -> None:
     env = RslVecEnv(Fixed())
     with refused(EnvError, "RslVecEnv", "4 environments"):
-        evaluate_starts(env, ActorCritic.for_env(env), [0])
+        evaluate(env, ActorCritic.for_env(env), [0])
 
 
 def test_environments_with_different_models_are_refused() -> None:
@@ -306,7 +305,7 @@ def test_environments_with_different_models_are_refused() -> None:
 
     env = MujocoVecEnv("Hopper-v5", 2, randomize=heavier)
     with refused(EnvError, "models", "body_mass"):
-        evaluate_starts(env, ActorCritic.for_env(env), [0])
+        evaluate(env, ActorCritic.for_env(env), [0])
     env.close()
 
 
@@ -325,12 +324,26 @@ def test_check_env_finds_seeds_that_do_not_reach_their_environments() -> None:
     ]
 
 
-def test_separate_environments_keep_the_contract() -> None:
-    env = SeparateEnvs(make_env("payload", 1, max_episode_steps=9), 3)
-    assert check_env(env, 40) == []
-    assert env.render(2).shape == (300, 400, 3)
-    assert env.spawn(5).num_envs == 5
-    env.close()
+def test_sampled_actions_follow_from_the_start_of_the_episode() -> None:
+    env = make_env("CartPole-v1", 3, max_episode_steps=40)
+    policy = ActorCritic.for_env(env)
+    sampled = [evaluate(env, policy, seeds, deterministic=False) for seeds in (SEEDS, SEEDS[::-1])]
+    np.testing.assert_array_equal(sampled[0].episodes["return"], sampled[1].episodes["return"][::-1])
+    assert sampled[0].episodes["return"].tolist() != evaluate(env, policy, SEEDS).episodes["return"].tolist()
+
+
+def test_step_tables_of_given_starts_hold_their_episodes_one_after_another() -> None:
+    env = make_env("CartPole-v1", 3, max_episode_steps=40)
+    result = evaluate(env, ActorCritic.for_env(env), SEEDS, record_steps=True)
+    lengths = result.episodes["episode_len"]
+    assert result.step_rows is not None
+    # Environment 0 runs the first episode and the last one, the others one each.
+    assert [len(rows) for rows in result.step_rows.values()] == [lengths[0] + lengths[3], lengths[1], lengths[2]]
+    assert [row["step"] for row in result.step_rows[0]] == list(range(int(lengths[0] + lengths[3])))
+    assert [index + 1 for index, row in enumerate(result.step_rows[0]) if row["done"]] == [
+        lengths[0],
+        lengths[0] + lengths[3],
+    ]
 
 
 def test_step_tables_of_a_suite_say_which_episode_a_step_belongs_to() -> None:

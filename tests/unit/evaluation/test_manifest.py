@@ -9,8 +9,10 @@ from tests.refusals import refused
 
 from apexrl.core.errors import ConfigError
 from apexrl.envs import make_env
+from apexrl.envs.base import SeedEpisode
+from apexrl.envs.suites.base import StateEpisode
 from apexrl.envs.suites.env import SuiteVecEnv
-from apexrl.evaluation.manifest import Manifest, SeedEpisode, StateEpisode, make_manifest
+from apexrl.evaluation.manifest import Manifest, make_manifest
 
 
 def suite_env(num_tasks: int = 2, num_states: int = 6) -> SuiteVecEnv:
@@ -76,9 +78,9 @@ def test_a_state_that_is_another_one_is_refused() -> None:
 
 
 def test_seeds_do_not_start_a_suite_nor_states_a_task() -> None:
-    with refused(ConfigError, "points", "initial states", "apexrl manifest"):
+    with refused(ConfigError, "points", "init_state", "apexrl manifest"):
         Manifest("points", {}, [SeedEpisode(1)]).starts(suite_env())
-    with refused(ConfigError, "points", "seeds", "apexrl manifest"):
+    with refused(ConfigError, "points", "seed", "apexrl manifest"):
         make_manifest(suite_env(), "points", 2).starts(make_env("lift", 1))
 
 

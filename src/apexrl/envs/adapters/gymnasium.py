@@ -23,7 +23,7 @@ from apexrl.core.errors import EnvError, EnvStateError, did_you_mean
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.system.seeding import spawn_seeds
 from apexrl.core.types import EnvStep, Observation
-from apexrl.envs.base import SeededVecEnv
+from apexrl.envs.base import VecEnv
 from apexrl.envs.display import MUJOCO_HINT, draw_without_display
 from apexrl.envs.workers import gym_group
 from apexrl.envs.workers.gym_group import (
@@ -42,7 +42,7 @@ from apexrl.envs.workers.gym_processes import Workers
 T = TypeVar("T")
 
 
-class GymVecEnv(SeededVecEnv):
+class GymVecEnv(VecEnv):
     """Gymnasium environments stepped together.
 
     Observations become float32 tensors (pictures stay uint8), Discrete ones one-hot vectors, Tuple ones
@@ -61,6 +61,8 @@ class GymVecEnv(SeededVecEnv):
     Raises:
         EnvError: when an environment cannot be made or has a space that is not supported.
     """
+
+    own_seeds = True
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from apexrl.core.metrics import MetricSpec
 from apexrl.core.system.seeding import spawn_seeds
 from apexrl.core.types import EnvStep, Observation
 from apexrl.envs.adapters.gymnasium import as_observation, step_to_device
-from apexrl.envs.base import SeededVecEnv
+from apexrl.envs.base import VecEnv
 from apexrl.envs.camera import Camera
 from apexrl.envs.display import draw_without_display
 from apexrl.envs.mujoco.payload import WalkerPayload
@@ -47,7 +47,7 @@ LOCK_SECONDS = 8e-6
 """How long a thread that simulates one environment after the other holds the interpreter's lock for each."""
 
 
-class MujocoVecEnv(SeededVecEnv):
+class MujocoVecEnv(VecEnv):
     """Gymnasium's MuJoCo tasks, bit for bit, at the speed of the simulator alone.
 
     From the same seed and actions it gives the numbers that ``GymVecEnv`` gives, over any number of episodes:
@@ -75,6 +75,8 @@ class MujocoVecEnv(SeededVecEnv):
     Raises:
         EnvError: for an unknown task or option, models that do not fit each other, or when MuJoCo is missing.
     """
+
+    own_seeds = True
 
     def __init__(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -33,6 +35,22 @@ class InitState(NamedTuple):
     task_id: int
     init_state: NDArray[np.float64]
     """The full state of the simulator; its length differs between tasks."""
+
+    @property
+    def entropy(self) -> list[int]:
+        """What random numbers beside the simulator's follow from."""
+        return [self.task_id, *np.ascontiguousarray(self.init_state).view(np.uint32).tolist()]
+
+
+class StateEpisode(NamedTuple):
+    """An episode of a suite, as a manifest names it."""
+
+    task: str
+    split: str
+    init_state: int
+    """Index among the initial states of the task in that split."""
+    hash: str
+    """SHA-256 of the state itself: another version of the simulator may have another one at this index."""
 
 
 class Simulator(ABC):
@@ -114,6 +132,60 @@ class TaskSuite(ABC):
         """
         raise ConfigError(f"task.random_init: '{self.name}' has fixed initial states only; set it to false.")
 
+    def draw_episodes(self, count: int, rng: np.random.Generator) -> list[StateEpisode]:
+        """Draw episodes from different validation states, as many of each task.
+
+        Raises:
+            ConfigError: when there are fewer.
+        """
+        states = [self.init_states(task_id, "val") for task_id in range(self.num_tasks)]
+        if count > (known := self.num_tasks * min(map(len, states))):
+            raise ConfigError(
+                f"--episodes {count} is more than the validation states of '{self.name}': it has {known} for "
+                f"{self.num_tasks} tasks. Ask for fewer."
+            )
+        orders = [rng.permutation(len(of_task)) for of_task in states]
+        episodes = []
+        for number in range(count):
+            turn, task_id = divmod(number, self.num_tasks)
+            index = int(orders[task_id][turn])
+            episodes.append(StateEpisode(self.task_names[task_id], "val", index, _state_hash(states[task_id][index])))
+        return episodes
+
+    def find_states(self, episodes: Sequence[StateEpisode]) -> list[InitState]:
+        """Return the initial states of the episodes of a manifest.
+
+        Raises:
+            ConfigError: when the suite lacks one of the tasks or states, or a state is another one.
+        """
+        states_of = functools.cache(self.init_states)
+        return [self._find_state(states_of, episode) for episode in episodes]
+
+    def _find_state(self, states_of: Any, episode: StateEpisode) -> InitState:
+        names = list(self.task_names)
+        if episode.task not in names:
+            raise ConfigError(
+                f"The manifest has the task '{episode.task}', which this suite of {len(names)} tasks lacks: "
+                f"{', '.join(names[:10])}{', …' if len(names) > 10 else ''}."
+            )
+        if episode.split not in get_args(Split):
+            raise ConfigError(
+                f"The manifest has the split '{episode.split}'; there are {' and '.join(get_args(Split))}."
+            )
+        task_id = names.index(episode.task)
+        known = states_of(task_id, own_split(episode.split))
+        if episode.init_state >= len(known) or _state_hash(known[episode.init_state]) != episode.hash:
+            raise ConfigError(
+                f"Initial state {episode.init_state} of '{episode.task}' ({episode.split}) is not the one that the "
+                "manifest means: the simulator here is of another version. Install the version that the manifest was "
+                "written with, or write a new one with 'apexrl manifest'."
+            )
+        return InitState(task_id, known[episode.init_state])
+
     @abstractmethod
     def make_simulator(self, task_id: int) -> Simulator:
         """Make the simulator of a task; called inside a worker."""
+
+
+def _state_hash(state: NDArray[np.float64]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(state, "<f8").tobytes()).hexdigest()

@@ -21,7 +21,7 @@ from apexrl.core.types import CONTROL_STEPS, EPISODE_ID, INSTRUCTION_KEY, LOST, 
 from apexrl.envs.adapters.gymnasium import as_observation, step_to_device
 from apexrl.envs.base import VecEnv
 from apexrl.envs.display import draw_without_display
-from apexrl.envs.suites.base import InitState, Split, TaskSuite, own_split
+from apexrl.envs.suites.base import InitState, Split, StateEpisode, TaskSuite, own_split
 from apexrl.envs.workers.suite_processes import SlotProgress, SuiteWorkers
 
 __all__ = ["INSTRUCTION_BYTES", "SuiteVecEnv", "encode_instruction"]
@@ -66,6 +66,8 @@ class SuiteVecEnv(VecEnv):
         ConfigError: when a number is out of range.
         EnvError: when the workers cannot be started.
     """
+
+    episode_type = StateEpisode
 
     def __init__(
         self,
@@ -183,12 +185,6 @@ class SuiteVecEnv(VecEnv):
         return self._queue is not None and bool((self._episode >= 0).any())
 
     @property
-    def running_episodes(self) -> list[int]:
-        """Number of the episode that runs in each environment; -1 where there is none."""
-        numbers: list[int] = self._episode.tolist()
-        return numbers
-
-    @property
     def created(self) -> int:
         """Simulators made so far."""
         return self._released[0] + (0 if self._started is None else self._started.created)
@@ -226,6 +222,23 @@ class SuiteVecEnv(VecEnv):
                     f"An episode of task {task} was assigned; '{self.suite.name}' has {self.suite.num_tasks}."
                 )
         self._assigned = list(episodes), self.horizon if max_steps is None else max_steps
+
+    def independent(self) -> SuiteVecEnv:
+        """Return these environments: an episode depends on its initial state alone."""
+        return self
+
+    def start_episodes(self, starts: Sequence[InitState]) -> tuple[Observation, Sequence[int]]:
+        """Start an episode from each of at most N initial states; the other environments idle."""
+        self.assign(starts)
+        return self.reset(), self._episode.tolist()
+
+    def draw_episodes(self, count: int, rng: np.random.Generator) -> Sequence[StateEpisode]:
+        """Draw episodes from different validation states, as many of each task."""
+        return self.suite.draw_episodes(count, rng)
+
+    def find_starts(self, episodes: Sequence[StateEpisode]) -> Sequence[InitState]:
+        """Return the initial states of the episodes of a manifest."""
+        return self.suite.find_states(episodes)
 
     def reset(self, seed: int | None = None) -> Observation:
         """Start the assigned episodes, or those of the split from number 0; the seed changes nothing."""

@@ -17,8 +17,6 @@ from apexrl.core.system import distributed
 from apexrl.core.system.seeding import ENV, POLICY, spawn_seed, spawn_seeds
 from apexrl.core.types import Observation
 from apexrl.envs import VecEnv
-from apexrl.envs.separate import SeparateEnvs
-from apexrl.evaluation.evaluate import evaluate_starts
 
 
 def rows(obs: Observation) -> list[tuple[float, ...]]:
@@ -54,11 +52,6 @@ def test_no_two_environments_of_two_seeds_begin_alike(name: str, options: dict[s
     env.close()
 
 
-def test_environments_made_one_by_one_have_streams_of_their_own() -> None:
-    env = SeparateEnvs(make_env("lift", 1), 3)
-    assert len({*rows(env.reset(seed=0)), *rows(env.reset(seed=1))}) == 6
-
-
 def test_processes_and_restarts_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     found = set()
     for rank in range(4):
@@ -88,7 +81,7 @@ def test_an_evaluation_draws_actions_and_episodes_from_separate_streams() -> Non
     assert policy.seeds == {spawn_seed(5, POLICY)}
     assert env_generator_seed(env) == spawn_seed(5, ENV)
     policy.seeds = set()
-    evaluate_starts(env, policy, [0, 5])
+    evaluate(env, policy, [0, 5])
     assert not policy.seeds & {0, 5}
 
 

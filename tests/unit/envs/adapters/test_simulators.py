@@ -20,10 +20,8 @@ from torch import Tensor
 
 from apexrl.cli.main import main
 from apexrl.core.errors import EnvError
-from apexrl.core.types import EnvStep
 from apexrl.envs import LabSimulator, RslVecEnv, VecEnv, check_env, make_env
 from apexrl.envs.adapters import lab
-from apexrl.envs.separate import SeparateEnvs
 from apexrl.envs.tasks import TASKS
 
 PACKAGES = {
@@ -261,31 +259,6 @@ def test_the_simulator_that_was_meant_is_named() -> None:
     known = "mujoco/NAME, maniskill/NAME, mjlab/NAME, isaaclab/NAME"
     with refused(EnvError, "'maniskil/PickCube-v1'", "'maniskill/PickCube-v1'", known):
         make_env("maniskil/PickCube-v1")
-
-
-def test_environments_one_by_one_report_what_one_lacks_on_their_device() -> None:
-    class OnMeta(VecEnv):
-        """The first that it makes reports ``a``; the others do not."""
-
-        num_envs, device, made = 1, torch.device("meta"), 0
-        observation_space = action_space = gym.spaces.Box(-1.0, 1.0, (1,))
-
-        def reset(self, seed: int | None = None) -> Tensor:
-            return torch.zeros(1, 1, device=self.device)
-
-        def step(self, action: Tensor) -> EnvStep:
-            zero, off = (torch.zeros(1, 1, dtype=dtype, device=self.device) for dtype in (torch.float32, torch.bool))
-            return EnvStep(zero, zero, off, off, metric={"a": zero} if self.made == 1 else {})
-
-        def spawn(self, num_envs: int) -> VecEnv:
-            self.made += 1
-            env = OnMeta()
-            env.made = self.made
-            return env
-
-    joined = SeparateEnvs(OnMeta(), 2).step(torch.zeros(2, 1)).metric
-    assert joined["a"].device.type == "meta"
-    assert joined["a"].shape == (2, 1)
 
 
 # Gymnasium-Robotics
