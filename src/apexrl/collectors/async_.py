@@ -28,7 +28,6 @@ from apexrl.core.metrics import EpisodeMetrics
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import POLICY_VERSION, VALUE
 from apexrl.envs import as_vec_env
-from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.policies.base import Policy
 
 _Inner = SyncCollector | RolloutGenerator
@@ -94,8 +93,9 @@ class AsyncCollector(BaseCollector):
         self.env, self.policy, self.max_staleness = as_vec_env(env), policy, max_staleness
         acting = copy.deepcopy(policy).eval()
         wants_steps = keep is not None and VALUE in keep
-        if generator is None and isinstance(self.env, SuiteVecEnv) and not wants_steps:
-            generator = RolloutGenerator(SuiteRunner(self.env, acting), keep=keep, seed=seed or 0)
+        if generator is None and self.env.suite is not None and not wants_steps:
+            suite_env: Any = self.env
+            generator = RolloutGenerator(SuiteRunner(suite_env, acting), keep=keep, seed=seed or 0)
         if generator is None:
             eager = replace(acceleration or Acceleration(), graphs=False, compile=False)
             self._inner: _Inner = SyncCollector(self.env, acting, device, keep=keep, seed=seed, acceleration=eager)

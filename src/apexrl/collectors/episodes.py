@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from apexrl.core.errors import ConfigError, EnvError, did_you_mean
 from apexrl.core.functional.episodes import side_by_side
 from apexrl.core.metrics import EpisodeMetrics, end_info, fold_episodes
-from apexrl.core.result import EvaluationResult, without_lost
+from apexrl.core.result import CountedEpisodes, EvaluationResult
 from apexrl.core.types import (
     ACTION,
     CONTROL_STEPS,
@@ -24,12 +25,10 @@ from apexrl.core.types import (
     METRIC,
     NEXT_OBSERVATION,
     OBSERVATION,
-    TASK_ID,
     VALID,
-    Actor,
     Carry,
 )
-from apexrl.envs.suites.base import InitState, Split, TaskSuite, own_split
+from apexrl.envs.suites.base import InitState, Split, own_split
 from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.policies.base import Policy
 from apexrl.rollout import LOG, evaluation_mode, initial_state, make_actor, rollout
@@ -39,7 +38,7 @@ CreatedEnv = tuple[SuiteVecEnv, int, int]
 
 
 class SuiteRunner:
-    """Runs a policy from given init states; all episodes of a call share the environments and the inference.
+    """The environments of a suite and the policy that acts in them: the ``env_runner`` of ``RolloutGenerator``.
 
     Args:
         env: the environments of the suite; each worker keeps the simulators it made.
@@ -52,32 +51,6 @@ class SuiteRunner:
         self.env, self.policy, self.random_init = env, policy, random_init
         if random_init:
             env.suite.random_init_state(0, (0,))  # a suite that cannot says so at once
-        self.on_step: Callable[[], None] | None = None
-        """Called before every step of the environments here; what it raises ends the episodes."""
-
-    @property
-    def suite(self) -> TaskSuite:
-        """The tasks."""
-        return self.env.suite
-
-    @property
-    def num_envs(self) -> int:
-        """Environments that run at once."""
-        return self.env.num_envs
-
-    @property
-    def created(self) -> int:
-        """Simulators made so far."""
-        return self.env.created
-
-    @property
-    def seconds_creating(self) -> float:
-        """Time that making them took, all together."""
-        return self.env.seconds_creating
-
-    def release_envs(self) -> None:
-        """Close the simulators; the next episodes create others."""
-        self.env.release()
 
     def create_parallel_envs(self, task_name: str) -> CreatedEnv:
         """Return the environments of a task. Their workers make a simulator when a task first needs it, and keep it.
@@ -85,24 +58,22 @@ class SuiteRunner:
         Raises:
             ConfigError: when the suite has no task of that name.
         """
-        if task_name not in self.suite.task_names:
+        names = list(self.env.task_names)
+        if task_name not in names:
             raise ConfigError(
-                f"task.task_names_to_use: '{self.suite.name}' has no task '{task_name}'."
-                + did_you_mean(task_name, self.suite.task_names)
+                f"task.task_names_to_use: '{self.env.suite.name}' has no task '{task_name}'."
+                + did_you_mean(task_name, names)
             )
-        return self.env, list(self.suite.task_names).index(task_name), self.num_envs
+        return self.env, names.index(task_name), self.env.num_envs
 
     def run_policy_in_env(
         self,
         task_name: str,
         init_states: Sequence[NDArray[np.float64]] | None = None,
         created_env: CreatedEnv | None = None,
-        *,
-        keep: Collection[str] | None = None,
-        deterministic: bool = False,
-        max_steps: int | None = None,
+        **options: Any,
     ) -> TensorDict:
-        """Run one episode of a task from each init state; returns what ``run_episodes`` does.
+        """Run one episode of a task from each init state: the options, and what it returns, are of ``run_episodes``.
 
         Without init states there is one episode for every environment, from the first ones of the training split, or
         with ``random_init`` from random ones, drawn with PyTorch's generator.
@@ -110,67 +81,12 @@ class SuiteRunner:
         env, task_id, env_num = created_env or self.create_parallel_envs(task_name)
         if init_states is None:
             init_states = self._init_states(task_id, "train", env_num, int(torch.randint(2**31 - 1, ())))
-        episodes = [InitState(task_id, state) for state in init_states]
-        return self.run_episodes(episodes, keep=keep, deterministic=deterministic, env=env, max_steps=max_steps)
-
-    @torch.no_grad()
-    def run_episodes(
-        self,
-        episodes: Sequence[InitState],
-        *,
-        keep: Collection[str] | None = None,
-        deterministic: bool = False,
-        env: SuiteVecEnv | None = None,
-        max_steps: int | None = None,
-    ) -> TensorDict:
-        """Run every episode to its end.
-
-        Args:
-            episodes: where they start.
-            keep: keys to store besides the outcomes and the metrics; None stores everything but the successors.
-            deterministic: take the mode of the action distribution instead of sampling.
-            env: other environments of the suite.
-            max_steps: control steps after which an episode is truncated; those of the environments when not given.
-
-        Returns:
-            ``[T, E]`` on the environments' device: column ``e`` is episode ``e`` from its first step on, then zeros
-            up to the length of the longest; ``valid`` marks the steps that were taken.
-
-        Raises:
-            EnvError: when the environments do not end their episodes.
-        """
-        env = env or self.env
-        actor = self._watched(make_actor(self.policy, env.device, deterministic=deterministic))
-        env.assign(episodes, max_steps)
-        num_chunks = -(-(max_steps or env.horizon) // env.chunk)
-        carry: Carry = {OBSERVATION: env.reset(), **initial_state(self.policy, env)}
-        segments: list[TensorDict] = []
-        while env.busy:
-            # Every segment ends an episode in each busy environment.
-            if len(segments) > len(episodes):
-                raise EnvError(f"{len(episodes)} episodes did not end within {len(segments)} times {num_chunks} steps.")
-            segment, carry = rollout(
-                env, actor, carry, num_chunks, keep=keep, drop=(NEXT_OBSERVATION, LOG), until_done=True
-            )
-            segments.append(segment)
-        return pack_episodes(TensorDict.cat(segments), len(episodes))
-
-    def _watched(self, actor: Actor) -> Actor:
-        check = self.on_step
-        if check is None:
-            return actor
-
-        def act(carry: Carry) -> dict[str, Tensor]:
-            check()
-            return actor(carry)
-
-        return act
+        return run_episodes(env, self.policy, [InitState(task_id, state) for state in init_states], **options)
 
     def run(
         self,
         episodes_per_task: int | None = None,
         *,
-        env: SuiteVecEnv | None = None,
         split: Split = "val",
         deterministic: bool = True,
         seed: int = 0,
@@ -180,7 +96,6 @@ class SuiteRunner:
         Args:
             episodes_per_task: each from another init state, the first ones of the split; all of them when not given.
                 With ``random_init`` as many random ones.
-            env: other environments than those of training, which must rest.
             split: where the init states are from.
             deterministic: take the mode of the action distribution instead of sampling.
             seed: of sampling, and of random init states.
@@ -190,61 +105,113 @@ class SuiteRunner:
         """
         if episodes_per_task is not None and episodes_per_task < 1:
             raise ValueError(f"episodes_per_task must be at least 1, got {episodes_per_task}")
-        episodes = [
+        starts = [
             InitState(task_id, state)
-            for task_id in range(self.suite.num_tasks)
+            for task_id in range(self.env.suite.num_tasks)
             for state in self._init_states(task_id, split, episodes_per_task, seed)
         ]
         with evaluation_mode(self.policy, seed):
-            batch = self.run_episodes(episodes, keep=(), deterministic=deterministic, env=env)
-        finished = fold_episodes(batch, self.env.metric_specs, EpisodeMetrics())
-        # Of every column the first episode, which is the only one.
-        ended, *values = torch.stack([finished.ended.double(), *finished.value.values()])[:, 0].cpu().numpy()
-        columns = {name: value[ended > 0] for name, value in zip(finished.value, values, strict=True)}
-        ends = end_info(batch)
-        info = {name: ends[name][0].cpu().numpy()[ended > 0] for name in (EPISODE_ID, TASK_ID, LOST)}
-        return without_lost(columns, info, self.suite.task_names, num_never_begun=int((ended == 0).sum()))
+            batch = run_episodes(self.env, self.policy, starts, keep=(), deterministic=deterministic)
+        counted = CountedEpisodes()
+        # What follows an episode in its column is padding.
+        counted.add(
+            fold_episodes(batch, self.env.metric_specs, EpisodeMetrics()), end_info(batch), np.ones(len(starts))
+        )
+        return counted.result(self.env.task_names, num_never_begun=len(starts) - counted.num_episodes)
 
     def _init_states(self, task_id: int, split: Split, count: int | None, seed: int) -> list[NDArray[np.float64]]:
         """Return the first states of a split, all where ``count`` is None; with ``random_init`` as many random ones."""
-        states = self.suite.init_states(task_id, own_split(split))[:count]
+        suite = self.env.suite
+        states = suite.init_states(task_id, own_split(split))[:count]
         if not self.random_init:
             return states
         numbers = range(len(states) if count is None else count)
-        return [self.suite.random_init_state(task_id, (seed % 2**63, number)) for number in numbers]
+        return [suite.random_init_state(task_id, (seed % 2**63, number)) for number in numbers]
 
-    def plans(
-        self, states: Sequence[Sequence[NDArray[np.float64]]], per_task: int, *, seed: int = 0
-    ) -> list[dict[int, NDArray[np.float32]]]:
-        """Let the policy act as well as it can, and keep what led to the goal.
 
-        Args:
-            states: for each task the init states, which are tried in this order.
-            per_task: successes wanted of each task.
-            seed: of what a policy draws even so.
+@torch.no_grad()
+def run_episodes(
+    env: SuiteVecEnv,
+    policy: Policy,
+    starts: Sequence[InitState],
+    *,
+    keep: Collection[str] | None = None,
+    deterministic: bool = False,
+    max_steps: int | None = None,
+    before_step: Callable[[], None] | None = None,
+) -> TensorDict:
+    """Run an episode from each initial state to its end; all of them share the environments and the inference.
 
-        Returns:
-            For each task, by the number of the init state, the actions ``[n, A]`` up to the goal, for ``record_demos``.
-        """
-        found: list[dict[int, NDArray[np.float32]]] = [{} for _ in states]
-        tried = [0] * len(states)
-        while True:
-            numbers: list[tuple[int, int]] = []
-            for task_id, known in enumerate(states):
-                end = min(len(known), tried[task_id] + per_task - len(found[task_id]))
-                numbers += [(task_id, number) for number in range(tried[task_id], end)]
-                tried[task_id] = end
-            if not numbers:
-                return found
-            episodes = [InitState(task_id, states[task_id][number]) for task_id, number in numbers]
-            with evaluation_mode(self.policy, seed):
-                batch = self.run_episodes(episodes, keep=(ACTION,), deterministic=True)
-            chunks = batch[ACTION].float().unflatten(-1, (self.env.chunk, -1)).cpu().numpy()
-            taken = batch[INFO, CONTROL_STEPS].squeeze(-1).cpu().numpy()
-            for column in successful_episodes(batch).nonzero().flatten().tolist():
-                task_id, number = numbers[column]
-                steps = zip(chunks[:, column], taken[:, column], strict=True)
-                found[task_id][number] = np.concatenate([chunk[:count] for chunk, count in steps])
+    Args:
+        env: the environments of the suite.
+        policy: its current weights act.
+        starts: where the episodes start.
+        keep: keys to store besides the outcomes and the metrics; None stores everything but the successors.
+        deterministic: take the mode of the action distribution instead of sampling.
+        max_steps: control steps after which an episode is truncated; those of the environments when not given.
+        before_step: called before every step; what it raises ends the episodes.
+
+    Returns:
+        ``[T, E]`` on the environments' device: column ``e`` is episode ``e`` from its first step on, then zeros
+        up to the length of the longest; ``valid`` marks the steps that were taken.
+
+    Raises:
+        EnvError: when the environments do not end their episodes.
+    """
+    actor = make_actor(policy, env.device, deterministic=deterministic)
+
+    def act(carry: Carry) -> dict[str, Tensor]:
+        if before_step is not None:
+            before_step()
+        return actor(carry)
+
+    env.assign(starts, max_steps)
+    num_chunks = -(-(max_steps or env.horizon) // env.chunk)
+    carry: Carry = {OBSERVATION: env.reset(), **initial_state(policy, env)}
+    segments: list[TensorDict] = []
+    while env.busy:
+        # Every segment ends an episode in each busy environment.
+        if len(segments) > len(starts):
+            raise EnvError(f"{len(starts)} episodes did not end within {len(segments)} times {num_chunks} steps.")
+        segment, carry = rollout(env, act, carry, num_chunks, keep=keep, drop=(NEXT_OBSERVATION, LOG), until_done=True)
+        segments.append(segment)
+    return pack_episodes(TensorDict.cat(segments), len(starts))
+
+
+def find_plans(
+    env: SuiteVecEnv, policy: Policy, states: Sequence[Sequence[NDArray[np.float64]]], per_task: int, *, seed: int = 0
+) -> list[dict[int, NDArray[np.float32]]]:
+    """Let a policy act as well as it can, and keep what led to the goal.
+
+    Args:
+        env: the environments of the suite.
+        policy: its current weights act.
+        states: for each task the init states, which are tried in this order.
+        per_task: successes wanted of each task.
+        seed: of what a policy draws even so.
+
+    Returns:
+        For each task, by the number of the init state, the actions ``[n, A]`` up to the goal, for ``record_demos``.
+    """
+    found: list[dict[int, NDArray[np.float32]]] = [{} for _ in states]
+    tried = [0] * len(states)
+    while True:
+        numbers: list[tuple[int, int]] = []
+        for task_id, known in enumerate(states):
+            end = min(len(known), tried[task_id] + per_task - len(found[task_id]))
+            numbers += [(task_id, number) for number in range(tried[task_id], end)]
+            tried[task_id] = end
+        if not numbers:
+            return found
+        starts = [InitState(task_id, states[task_id][number]) for task_id, number in numbers]
+        with evaluation_mode(policy, seed):
+            batch = run_episodes(env, policy, starts, keep=(ACTION,), deterministic=True)
+        chunks = batch[ACTION].float().unflatten(-1, (env.chunk, -1)).cpu().numpy()
+        taken = batch[INFO, CONTROL_STEPS].squeeze(-1).cpu().numpy()
+        for column in successful_episodes(batch).nonzero().flatten().tolist():
+            task_id, number = numbers[column]
+            steps = zip(chunks[:, column], taken[:, column], strict=True)
+            found[task_id][number] = np.concatenate([chunk[:count] for chunk, count in steps])
 
 
 def pack_episodes(steps: TensorDict, num_episodes: int) -> TensorDict:

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from apexrl.collectors.base import BaseCollector, Collected
-from apexrl.collectors.episodes import CreatedEnv, SuiteRunner, join_groups, lost_episodes, successful_episodes
+from apexrl.collectors.episodes import (
+    CreatedEnv,
+    SuiteRunner,
+    join_groups,
+    lost_episodes,
+    run_episodes,
+    successful_episodes,
+)
 from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, RolloutStats, endless, hash_init_state
 from apexrl.core.errors import ConfigError, EnvError, plural
 from apexrl.core.metrics import EpisodeMetrics, fold_episodes
@@ -152,11 +159,11 @@ class RolloutGenerator(BaseCollector):
         if use_val_init and env_runner.random_init:
             raise ConfigError("algo.use_val_init needs task.random_init false: random init states are of no split.")
         if use_val_init or init_state_dataset is None:
-            init_state_dataset = InitStateDataset(env_runner.suite, "val" if use_val_init else "train")
+            init_state_dataset = InitStateDataset(self.env.suite, "val" if use_val_init else "train")
             init_state_dataloader = None if use_val_init else init_state_dataloader
         self.init_state_dataset = init_state_dataset
         self.init_state_dataloader = init_state_dataloader or InitStateSampler(init_state_dataset, seed)
-        self._samples = endless(self.init_state_dataloader, env_runner.suite.num_tasks)
+        self._samples = endless(self.init_state_dataloader, self.env.suite.num_tasks)
         self._random = [seed % 2**63, 0]
         """Seed of the next random init state, and how many were drawn."""
         self._device = _gpu(agent_gpus)
@@ -167,6 +174,7 @@ class RolloutGenerator(BaseCollector):
         """Of each column: where it started, and whether it succeeded."""
         self._skipped: dict[str, _Draw] = {}
         """By their hash."""
+        self._before_step: Callable[[], None] | None = None
 
     @classmethod
     def from_config(cls, env_runner: SuiteRunner, cfg: Any, **options: Any) -> Self:
@@ -220,11 +228,11 @@ class RolloutGenerator(BaseCollector):
 
     def watch(self, check: Callable[[], None]) -> None:
         """Call ``check`` before every step; what it raises ends the collection."""
-        self.env_runner.on_step = check
+        self._before_step = check
 
     def _collect(self) -> TensorDict:
         self.policy.eval()
-        before = time.perf_counter(), self.env_runner.created, self.env_runner.seconds_creating
+        before = time.perf_counter(), self.env.created, self.env.seconds_creating
         counts = self._counts = Counter()
         mixed: list[_Group] = []
         uniform: list[_Group] = []
@@ -245,13 +253,13 @@ class RolloutGenerator(BaseCollector):
         groups = (mixed or uniform)[: self.max_groups]
         self._origins = [(group.draw, success) for group in groups for success in group.successes]
         self._seconds = time.perf_counter() - before[0]
-        self._seconds_creating = self.env_runner.seconds_creating - before[2]
-        counts["envs_created"] = self.env_runner.created - before[1]
+        self._seconds_creating = self.env.seconds_creating - before[2]
+        counts["envs_created"] = self.env.created - before[1]
         counts["envs_reused"] = max(0, counts["episodes"] - counts["envs_created"])
         self._tell_outcome(len(groups), is_mixed=bool(mixed))
         if not self.reuse_envs:
             self.created_envs.clear()
-            self.env_runner.release_envs()
+            self.env.release()
         batch = join_groups([group.steps for group in groups]).to(self.device)
         # Dropped groups too, and mastered states as what they last were: without them, a policy that masters the easy
         # states would seem to get worse. The same number everywhere, for those who watch over the policy.
@@ -268,7 +276,7 @@ class RolloutGenerator(BaseCollector):
         self.policy.eval()
         samples = [next(self._samples) for _ in range(self.env.num_envs)]
         starts = [InitState(int(sample["task_id"]), sample["init_state"]) for sample in samples]
-        batch = self.env_runner.run_episodes(starts, keep=(OBSERVATION,), max_steps=self.max_steps)
+        batch = self._run_episodes(starts, (OBSERVATION,))
         self._counts = Counter(control_steps=int(batch[INFO, CONTROL_STEPS].sum()))
         return batch
 
@@ -278,7 +286,7 @@ class RolloutGenerator(BaseCollector):
         Each holds what the batch does, ``[L, ...]``, and besides ``task_id``, ``task_name``, ``instruction``,
         ``init_state``, ``init_state_hash``, ``success``, ``return``, ``length`` (in chunks) and ``control_steps``.
         """
-        batch, suite = self.collect(), self.env_runner.suite
+        batch, suite = self.collect(), self.env.suite
         episodes = []
         for column, (draw, success) in enumerate(self._origins):
             steps = batch[: int(batch[VALID][:, column].sum()), column]
@@ -365,7 +373,7 @@ class RolloutGenerator(BaseCollector):
             sample = next(self._samples)
             task_id, state = int(sample["task_id"]), sample["init_state"]
             if self.env_runner.random_init:
-                state = self.env_runner.suite.random_init_state(task_id, self._random)
+                state = self.env.suite.random_init_state(task_id, self._random)
                 self._random[1] += 1
             draw = _Draw(task_id, state, hash_init_state(state))
             is_mastered = skips and self._is_mastered(draw)
@@ -393,14 +401,14 @@ class RolloutGenerator(BaseCollector):
 
     def _run(self, draws: list[_Draw]) -> list[_Group]:
         """Run a group from each state; returns those with at least two rollouts left."""
-        names = self.env_runner.suite.task_names
+        names = self.env.suite.task_names
         for task_id in {draw.task_id for draw in draws} - self.created_envs.keys():
             self.created_envs[task_id] = self.env_runner.create_parallel_envs(names[task_id])
         size = self.rollouts_per_env
         starts = [InitState(draw.task_id, draw.init_state) for draw in draws for _ in range(size)]
         own = {*self.policy.initial_state(1), *self.policy.extra_keys, PRE_TANH}
         keep = None if self.keep is None else own.union(self.keep)
-        batch = self.env_runner.run_episodes(starts, keep=keep, max_steps=self.max_steps)
+        batch = self._run_episodes(starts, keep)
         lost = lost_episodes(batch)
         if not lost.all():
             self._outcomes.append(batch[:, ~lost].select(REWARD, DONE, METRIC, INFO))
@@ -420,6 +428,10 @@ class RolloutGenerator(BaseCollector):
             self.stats.write()
         self._tell_dropped(groups)
         return groups
+
+    def _run_episodes(self, starts: Sequence[InitState], keep: Collection[str] | None) -> TensorDict:
+        options: dict[str, Any] = {"max_steps": self.max_steps, "before_step": self._before_step}
+        return run_episodes(self.env, self.policy, starts, keep=keep, **options)
 
     def _count_episodes(self, batch: TensorDict, num_lost: int) -> None:
         self._counts["episodes"] += batch.shape[1]
@@ -466,7 +478,7 @@ class RolloutGenerator(BaseCollector):
             )
 
     def _names(self, draws: list[_Draw]) -> str:
-        tasks = self.env_runner.suite.task_names
+        tasks = self.env.suite.task_names
         names = [f"{tasks[draw.task_id]} {draw.hash[:8]}" for draw in draws]
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         return ", ".join(names[:MAX_NAMED]) + more

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from apexrl.core.errors import EnvError
 from apexrl.core.functional.intervals import mean_interval, wilson_interval
-from apexrl.core.metrics import evaluation_log_names
-from apexrl.core.types import LOST, TASK_ID, TRUNCATED
+from apexrl.core.metrics import FinishedEpisodes, evaluation_log_names
+from apexrl.core.types import EPISODE_ID, LOST, TASK_ID, TRUNCATED
 
 RATE_FIELDS = ("success_once", "success_at_end", "fail_once", TRUNCATED)
 TASK_FIELDS = ("success_at_end", "return", "episode_len")
 """What the summary has of each task, besides its success."""
 StepRows = dict[int, list[dict[str, float]]]
-"""Environment index -> one row a step."""
+"""Environment index -> one row per step."""
+Columns = dict[str, NDArray[np.float64]]
+"""One value per episode for each name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,26 +167,96 @@ def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return values[~np.isnan(values)]
 
 
-def without_lost(
-    episodes: dict[str, NDArray[np.float64]],
-    info: dict[str, NDArray[np.float64]],
-    task_names: Sequence[str],
-    rows: StepRows | None = None,
-    num_never_begun: int = 0,
-) -> EvaluationResult:
-    """Leave out the episodes whose worker died, and say how many they are, with those that never began for that.
+class CountedEpisodes:
+    """The ended episodes that an evaluation counts, on the host."""
 
-    Raises:
-        EnvError: when none is left, or a return is not finite.
-    """
-    lost = info.get(LOST, np.zeros_like(episodes["return"])) > 0
-    if lost.all():
-        raise EnvError("The evaluation lost every episode: the workers died. Use fewer environments.")
-    kept = {name: values[~lost] for name, values in episodes.items()}
-    if num_bad := int((~np.isfinite(kept["return"])).sum()):
-        raise EnvError(
-            f"The return of {num_bad} of {len(kept['return'])} evaluated episodes is not finite: the environment or "
-            "the policy produced it. 'apexrl check-env' looks at the environment."
-        )
-    known = {name: values[~lost] for name, values in info.items() if name != LOST}
-    return EvaluationResult(kept, rows, task_names, known, int(lost.sum()) + num_never_begun)
+    def __init__(self) -> None:
+        self.num_episodes = 0
+        self._events: set[str] = set()
+        """The fields that are events."""
+        self._episodes: list[Columns] = []
+        self._infos: list[Columns] = []
+
+    def add(
+        self,
+        finished: FinishedEpisodes,
+        info: Mapping[str, Tensor],
+        room: NDArray[Any],
+        numbers: NDArray[np.int64] | None = None,
+    ) -> NDArray[np.int64]:
+        """Bring finished episodes with their control data to the host, and keep those that there is room for.
+
+        Args:
+            finished: the episodes.
+            info: their control data.
+            room: episodes that are still wanted of each environment, ``[N]``.
+            numbers: ``episode_id`` of the episodes of each environment, ``[N]``.
+
+        Returns:
+            How many of each environment were kept, ``[N]``.
+        """
+        table = torch.stack([finished.ended.double(), *finished.value.values(), *info.values()]).cpu().numpy()
+        ended = table[0] > 0
+        keep = ended & (ended.cumsum(0) <= room)
+        values, ends = table[1 : 1 + len(finished.value)], table[1 + len(finished.value) :]
+        self._episodes.append({name: value[keep] for name, value in zip(finished.value, values, strict=True)})
+        self._infos.append({name: value[keep] for name, value in zip(info, ends, strict=True)})
+        if numbers is not None:
+            self._infos[-1][EPISODE_ID] = numbers[np.nonzero(keep)[1]].astype(np.float64)
+        self._events |= finished.events
+        self.num_episodes += int(keep.sum())
+        kept: NDArray[np.int64] = keep.sum(0)
+        return kept
+
+    def result(
+        self,
+        task_names: Sequence[str],
+        rows: StepRows | None = None,
+        *,
+        events: Collection[str] = (),
+        in_order: bool = False,
+        num_never_begun: int = 0,
+    ) -> EvaluationResult:
+        """Return the episodes without those whose worker died.
+
+        Args:
+            task_names: of an environment with several tasks.
+            rows: one row per step for each environment.
+            events: fields of events that are known to be reported. An event counts 0 in the episodes that did not
+                report it, if it is known or any episode did.
+            in_order: sort the episodes by ``episode_id``, and say of each whether it was ``truncated``.
+            num_never_begun: episodes that are lost as well.
+
+        Raises:
+            EnvError: when none is left, or a return is not finite.
+        """
+        episodes, info = _join_columns(self._episodes), _join_columns(self._infos)
+        never = np.full(self.num_episodes, np.nan)
+        for name in [name for name in episodes if name in self._events] + sorted(set(events) - set(episodes)):
+            values = episodes.get(name, never)
+            if name in events or not np.isnan(values).all():
+                episodes[name] = np.where(np.isnan(values), 0.0, values)
+        truncated = info.pop(TRUNCATED)
+        if in_order:
+            episodes[TRUNCATED], order = truncated, np.argsort(info[EPISODE_ID])
+            episodes, info = ({name: values[order] for name, values in part.items()} for part in (episodes, info))
+        lost = info.pop(LOST, np.zeros(self.num_episodes)) > 0
+        if lost.all():
+            raise EnvError("The evaluation lost every episode: the workers died. Use fewer environments.")
+        kept, known = ({name: values[~lost] for name, values in part.items()} for part in (episodes, info))
+        if num_bad := int((~np.isfinite(kept["return"])).sum()):
+            raise EnvError(
+                f"The return of {num_bad} of {len(kept['return'])} evaluated episodes is not finite: the environment "
+                "or the policy produced it. 'apexrl check-env' looks at the environment."
+            )
+        return EvaluationResult(kept, rows, task_names, known, int(lost.sum()) + num_never_begun)
+
+
+def _join_columns(parts: Sequence[Columns]) -> Columns:
+    """Join columns; NaN where a part has none."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    lengths = [len(next(iter(part.values()))) for part in parts]
+    return {
+        name: np.concatenate([part.get(name, np.full(n, np.nan)) for n, part in zip(lengths, parts, strict=True)])
+        for name in names
+    }

@@ -19,7 +19,7 @@ from apexrl.core.errors import EnvError, EnvStateError
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import ACTION, DONE, OBSERVATION, REWARD, TERMINATED, TRUNCATED, Carry, EnvStep, Observation
-from apexrl.envs.suites.base import InitState, StateEpisode
+from apexrl.envs.suites.base import InitState, StateEpisode, TaskSuite
 
 EpisodeStart: TypeAlias = int | InitState
 """Where one episode starts: a seed, or the initial state of a suite."""
@@ -131,6 +131,8 @@ class VecEnv(ABC):
 
     made_from: Mapping[str, Any] | None = None
     """What ``make_env`` created it from: ``id``, ``kwargs`` and ``metrics``; None where it was created otherwise."""
+    suite: TaskSuite | None = None
+    """Where the episodes are those of a task suite."""
     task_names: Sequence[str] = ()
     """When there are several tasks; ``EnvStep.info`` then has the number of each as ``task_id``."""
     video_fps: float = 30.0

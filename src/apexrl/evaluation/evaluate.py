@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from apexrl.core.errors import EnvError
-from apexrl.core.metrics import EpisodeMetrics, FinishedEpisodes, end_info, fold_episodes
-from apexrl.core.result import EvaluationResult, StepRows, without_lost
+from apexrl.core.metrics import EpisodeMetrics, end_info, fold_episodes
+from apexrl.core.result import CountedEpisodes, EvaluationResult, StepRows
 from apexrl.core.system.seeding import ENV, POLICY, spawn_seed
-from apexrl.core.types import DONE, EPISODE_ID, TRUNCATED, Actor, Carry, Observation
+from apexrl.core.types import DONE, Actor, Carry, Observation
 from apexrl.envs.base import EpisodeStart, VecEnv
 from apexrl.evaluation.step_csv import extend_rows
 from apexrl.policies.base import Policy
@@ -67,7 +67,8 @@ def evaluate(
     if (starts if isinstance(starts, int) else len(starts)) < 1:
         raise ValueError(f"starts must be at least one episode, got {starts!r}")
     runner = env if isinstance(starts, int) else env.independent()
-    counted = _Counted({index: [] for index in range(runner.num_envs)} if record_steps else None)
+    counted = CountedEpisodes()
+    rows: StepRows | None = {index: [] for index in range(runner.num_envs)} if record_steps else None
     try:
         with evaluation_mode(policy, spawn_seed(seed, POLICY)):
             actor = make_actor(policy, env.device, deterministic=deterministic)
@@ -77,16 +78,11 @@ def evaluate(
                 else _from_starts(runner, actor, starts)
             )
             for group in groups:
-                _run_group(runner, policy, group, counted, max_steps, on_progress)
+                _run_group(runner, policy, group, counted, rows, max_steps, on_progress)
     finally:
         if runner is not env:
             runner.close()
-    episodes, info = counted.columns(events)
-    truncated = info.pop(TRUNCATED)
-    if not isinstance(starts, int):
-        episodes[TRUNCATED], order = truncated, np.argsort(info[EPISODE_ID])
-        episodes, info = ({name: values[order] for name, values in part.items()} for part in (episodes, info))
-    return without_lost(episodes, info, env.task_names, counted.rows)
+    return counted.result(env.task_names, rows, events=events, in_order=not isinstance(starts, int))
 
 
 def group_size(num_starts: int, num_envs: int) -> int:
@@ -147,69 +143,12 @@ def _one_by_one(actor: Actor, streams: Sequence[np.random.Generator]) -> Actor:
     return act
 
 
-_Columns = dict[str, NDArray[np.float64]]
-"""One value per episode for each name."""
-
-
-class _Counted:
-    """The episodes that count, over all groups.
-
-    Args:
-        rows: where one row per step goes, when wanted.
-    """
-
-    def __init__(self, rows: StepRows | None) -> None:
-        self.rows = rows
-        self.events: set[str] = set()
-        """The fields that are events."""
-        self.num_episodes = 0
-        self._episodes: list[_Columns] = []
-        self._infos: list[_Columns] = []
-
-    def add(
-        self,
-        finished: FinishedEpisodes,
-        info: Mapping[str, torch.Tensor],
-        room: NDArray[np.int64],
-        numbers: NDArray[np.int64] | None,
-    ) -> NDArray[np.int64]:
-        """Bring finished episodes with their control data to the host, and keep those that there is room for.
-
-        Returns:
-            How many of each environment were kept, ``[N]`` as ``room``.
-        """
-        table = torch.stack([finished.ended.double(), *finished.value.values(), *info.values()]).cpu().numpy()
-        ended = table[0] > 0
-        keep = ended & (ended.cumsum(0) <= room)
-        values, ends = table[1 : 1 + len(finished.value)], table[1 + len(finished.value) :]
-        self._episodes.append({name: value[keep] for name, value in zip(finished.value, values, strict=True)})
-        self._infos.append({name: value[keep] for name, value in zip(info, ends, strict=True)})
-        if numbers is not None:
-            self._infos[-1][EPISODE_ID] = numbers[np.nonzero(keep)[1]].astype(np.float64)
-        self.events |= finished.events
-        self.num_episodes += int(keep.sum())
-        kept: NDArray[np.int64] = keep.sum(0)
-        return kept
-
-    def columns(self, known: Collection[str]) -> tuple[_Columns, _Columns]:
-        """Return fields and control data of the episodes.
-
-        An event counts 0 in the episodes that did not report it, if it is ``known`` or any episode did.
-        """
-        episodes, info = _join_columns(self._episodes), _join_columns(self._infos)
-        never = np.full(len(episodes["return"]), np.nan)
-        for name in [name for name in episodes if name in self.events] + sorted(set(known) - set(episodes)):
-            values = episodes.get(name, never)
-            if name in known or not np.isnan(values).all():
-                episodes[name] = np.where(np.isnan(values), 0.0, values)
-        return episodes, info
-
-
 def _run_group(
     env: VecEnv,
     policy: Policy,
     group: _Group,
-    counted: _Counted,
+    counted: CountedEpisodes,
+    rows: StepRows | None,
     max_steps: int,
     on_progress: Callable[[int], None] | None,
 ) -> None:
@@ -217,7 +156,7 @@ def _run_group(
     running = new_episodes(env, policy, group.obs)
     carry, episode_metrics, num_steps = running.carry, EpisodeMetrics(), 0
     episode_metrics.unfinished = running.unfinished
-    rows: StepRows = {index: [] for index in counted.rows or ()}
+    steps: StepRows = {index: [] for index in rows or ()}
     room = group.quota.copy()
     while room.any():
         if num_steps >= max_steps:
@@ -226,27 +165,17 @@ def _run_group(
                 f"{max_steps} steps of each environment. Give the task a time limit (task.kwargs.max_episode_steps)."
             )
         batch, carry = rollout(env, group.actor, carry, min(1000, max_steps), keep=(), until_done=True)
-        if rows:
-            extend_rows(rows, batch)
+        if steps:
+            extend_rows(steps, batch)
         finished = fold_episodes(batch, env.metric_specs, episode_metrics)
         room -= counted.add(finished, end_info(batch), room, group.numbers)
         num_steps += batch.shape[0]
         if on_progress is not None:
             on_progress(counted.num_episodes)
-    if counted.rows is not None:
-        for index, env_rows in rows.items():
-            # Past its quota an environment continues until the others are done; what began before is not counted.
-            ends = [0] if env.can_reset else []
-            ends += [t + 1 for t, row in enumerate(env_rows) if row[DONE]]
-            for row in env_rows[ends[0] : ends[group.quota[index]]] if group.quota[index] else ():
-                counted.rows[index].append({**row, "step": len(counted.rows[index])})
-
-
-def _join_columns(parts: Sequence[_Columns]) -> _Columns:
-    """Join columns; NaN where a part has none."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    lengths = [len(next(iter(part.values()))) for part in parts]
-    return {
-        name: np.concatenate([part.get(name, np.full(n, np.nan)) for n, part in zip(lengths, parts, strict=True)])
-        for name in names
-    }
+    for index, env_steps in steps.items():
+        # Past its quota an environment continues until the others are done; what began before is not counted.
+        ends = [0] if env.can_reset else []
+        ends += [t + 1 for t, row in enumerate(env_steps) if row[DONE]]
+        assert rows is not None
+        for row in env_steps[ends[0] : ends[group.quota[index]]] if group.quota[index] else ():
+            rows[index].append({**row, "step": len(rows[index])})

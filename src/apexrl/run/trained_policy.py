@@ -11,8 +11,8 @@ import torch
 from apexrl.agent import checkpoint
 from apexrl.agent.recipe import in_python, read_recipe
 from apexrl.algorithms.base import find_device
-from apexrl.collectors import SuiteRunner
 from apexrl.collectors.demonstrations.record import Plans
+from apexrl.collectors.episodes import find_plans
 from apexrl.core.errors import CheckpointError, ConfigError, EnvError
 from apexrl.core.metrics import EpisodeMetrics
 from apexrl.envs import VecEnv
@@ -72,7 +72,7 @@ class TrainedPolicy:
             )
         states = [suite.init_states(task_id, "train")[start:] for task_id in range(suite.num_tasks)]
         with contextlib.closing(env):
-            found = SuiteRunner(env, self.policy).plans(states, per_task)
+            found = find_plans(env, self.policy, states, per_task)
         return [{start + number: plan for number, plan in plans.items()} for plans in found]
 
 

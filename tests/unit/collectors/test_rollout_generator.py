@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from apexrl.algorithms import RLOO
-from apexrl.collectors.episodes import SuiteRunner
+from apexrl.collectors.episodes import SuiteRunner, find_plans
 from apexrl.collectors.groups import RolloutGenerator
 from apexrl.collectors.init_states import InitStateDataset, InitStateSampler, RolloutStats, hash_init_state
 from apexrl.core.errors import ConfigError, EnvError
@@ -125,7 +125,7 @@ def test_the_batch_is_whole_episodes_in_groups_padded_with_zeros() -> None:
 def test_every_column_is_what_its_simulator_did_from_the_init_state_of_its_group() -> None:
     # 12 episodes in 3 environments: each column is put together from the pieces of one environment's stream.
     made, _ = generator(SOMETIMES)
-    expected = InitStateSampler(InitStateDataset(made.env_runner.suite))
+    expected = InitStateSampler(InitStateDataset(made.env.suite))
     episodes = made.generate_rollouts()
     assert len(episodes) == 12
     for number in range(3):
@@ -182,7 +182,7 @@ def test_dynamic_sampling_drops_uniform_groups_and_draws_others() -> None:
 def test_messages_name_states_by_the_beginning_of_their_hash() -> None:
     made, messages = generator(NEVER, enable_dynamic_sampling=True, num_envs=1, oversample=1.0, max_attempts=1)
     made.collect(0)
-    state = next(InitStateSampler(InitStateDataset(made.env_runner.suite)))["init_state"]
+    state = next(InitStateSampler(InitStateDataset(made.env.suite)))["init_state"]
     assert f"Dropped 1 group whose rollouts all failed: right {hash_init_state(state)[:8]}." in messages
 
 
@@ -290,7 +290,7 @@ def test_the_success_of_each_task_is_a_field_of_its_own() -> None:
     outcomes: dict[str, list[bool]] = {}
     run = made._run
     made._run = lambda draws: [  # type: ignore[method-assign]
-        outcomes.setdefault(made.env_runner.suite.task_names[group.draw.task_id], []).extend(group.successes) or group  # type: ignore[func-returns-value]
+        outcomes.setdefault(made.env.suite.task_names[group.draw.task_id], []).extend(group.successes) or group  # type: ignore[func-returns-value]
         for group in run(draws)
     ]
     made.collect(0)
@@ -352,7 +352,7 @@ def test_random_states_are_new_for_every_group_and_follow_from_the_seed(tmp_path
     state = made.state_dict()
     expected = [hashes(made) for _ in range(2)]
     assert len({*first, *expected[0], *expected[1]}) == 9
-    suite = made.env_runner.suite
+    suite = made.env.suite
     fixed = [state for task in range(2) for split in ("train", "val") for state in suite.init_states(task, split)]
     assert not {hash_init_state(state) for state in fixed} & {*first, *expected[0]}
     assert [episode["task_id"] for episode in made.generate_rollouts()[::4]] == [1, 0, 1]  # the tasks in turn
@@ -574,7 +574,7 @@ def test_plans_are_what_led_to_the_goal_from_the_first_states_that_did() -> None
     good = [number for number, state in enumerate(states[0]) if state[1] <= 0.05]
     assert 3 < len(good) < 10
     numbers = torch.get_rng_state()
-    plans = SuiteRunner(env, policy).plans(states, 3)
+    plans = find_plans(env, policy, states, 3)
     assert [sorted(found) for found in plans] == [good[:3], []]
     assert policy.training
     assert torch.equal(torch.get_rng_state(), numbers)
@@ -582,7 +582,7 @@ def test_plans_are_what_led_to_the_goal_from_the_first_states_that_did() -> None
     for number, actions in plans[0].items():
         simulator.restore(states[0][number])
         assert [simulator.advance(action) for action in actions] == [False] * (len(actions) - 1) + [True]
-    assert [sorted(found) for found in SuiteRunner(env, policy).plans(states, 99)] == [good, []]
+    assert [sorted(found) for found in find_plans(env, policy, states, 99)] == [good, []]
 
 
 class DyingSimulator(PointSimulator):
@@ -676,7 +676,7 @@ def test_evaluation_covers_every_task_and_touches_nothing() -> None:
 
 def test_the_runner_finds_what_evaluating_the_same_starts_finds() -> None:
     evaluated = runner(ALWAYS, SOMETIMES, num_states=8)
-    starts = [InitState(task, state) for task in range(2) for state in evaluated.suite.init_states(task, "val")]
+    starts = [InitState(task, state) for task in range(2) for state in evaluated.env.suite.init_states(task, "val")]
     expected = evaluate(evaluated.env, evaluated.policy, starts).episodes
     result = evaluated.run()
     found = result.episodes
@@ -701,7 +701,7 @@ def test_evaluation_takes_the_first_init_states_of_the_validation_split() -> Non
         for index in range(2):
             episode = assigned[2 * task + index]
             assert episode.task_id == task
-            np.testing.assert_array_equal(episode.init_state, evaluated.suite.init_states(task, "val")[index])
+            np.testing.assert_array_equal(episode.init_state, evaluated.env.suite.init_states(task, "val")[index])
     with refused(ValueError, "episodes_per_task"):
         evaluated.run(0)
 
@@ -715,7 +715,7 @@ def test_sampled_evaluation_follows_its_seed() -> None:
 
 def test_the_runner_runs_one_task_from_given_states() -> None:
     one = runner(ALWAYS)
-    states = one.suite.init_states(1)[:2]
+    states = one.env.suite.init_states(1)[:2]
     created = one.create_parallel_envs("left")
     assert created == (one.env, 1, 3)
     batch = one.run_policy_in_env("left", states, created_env=created, keep={"observation"})

@@ -68,6 +68,7 @@ class SuiteVecEnv(VecEnv):
     """
 
     episode_type = StateEpisode
+    suite: TaskSuite
 
     def __init__(
         self,
