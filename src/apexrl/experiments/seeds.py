@@ -71,8 +71,9 @@ class SeedRuns:
     def aggregate(self) -> dict[str, dict[str, Any]]:
         """Return interquartile mean and interval of every field that all finished runs have."""
         results = [run.result for run in self.with_state("done")]
+        num_episodes = sum(result["episodes"] for result in results)
         return {
-            name: summary(_by_task(results, name), is_rate=name == "success_rate")
+            name: summary(_by_task(results, name), num_episodes if name == "success_rate" else None)
             for name in SUMMARY_FIELDS
             if results and all(name in result for result in results)
         }
@@ -138,18 +139,16 @@ def parse_seeds(text: str, first: int) -> list[int]:
     return numbers
 
 
-def summary(values: NDArray[np.float64], *, is_rate: bool = False) -> dict[str, Any]:
+def summary(values: NDArray[np.float64], trials: int | None = None) -> dict[str, Any]:
     """Return interquartile mean, its interval and the plain mean of what seeds gave.
 
     Args:
         values: of seeds and tasks, ``[S, K]``.
-        is_rate: whether the values lie between 0 and 1, and so the interval.
+        trials: of rates, the episodes of all seeds and tasks together.
     """
-    bounds = np.array(iqm_interval(values))
-    interval = np.clip(bounds, 0.0, 1.0) if is_rate else bounds
     return {
         "iqm": float(iqm(values, axis=None)),
-        "interval": interval.tolist() if len(values) > 1 else None,
+        "interval": list(map(float, iqm_interval(values, trials=trials))) if len(values) > 1 else None,
         "mean": float(values.mean()),
         "seeds": values.shape[0],
         "tasks": values.shape[1],

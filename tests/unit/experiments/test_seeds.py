@@ -20,7 +20,7 @@ from apexrl.run.records import read_log
 
 def test_the_summary_has_mean_and_interval_and_one_seed_has_none() -> None:
     assert summary(np.array([[3.0]])) == {"iqm": 3.0, "interval": None, "mean": 3.0, "seeds": 1, "tasks": 1}
-    found = summary(np.array([[0.5, 1.0], [0.8, 0.8]]), is_rate=True)
+    found = summary(np.array([[0.5, 1.0], [0.8, 0.8]]), trials=40)
     assert (found["seeds"], found["tasks"], found["mean"], found["iqm"]) == (2, 2, pytest.approx(0.775), 0.8)
     low, high = found["interval"]
     assert 0.0 <= low < 0.8 < high <= 1.0, "a rate stays a rate"
@@ -29,8 +29,8 @@ def test_the_summary_has_mean_and_interval_and_one_seed_has_none() -> None:
 def test_only_finished_seeds_and_common_fields_are_aggregated(tmp_path: Path) -> None:
     tasks = [{"a": {"success_rate": 0.0}, "b": {"success_rate": rate}} for rate in (1.0, 0.5)]
     runs = [
-        SeedRun(0, "done", "", {"return": 1.0, "success_rate": 0.5, "per_task": tasks[0]}),
-        SeedRun(1, "done", "", {"return": 3.0, "success_rate": 0.25, "per_task": tasks[1], "only_here": 1.0}),
+        SeedRun(0, "done", "", {"return": 1.0, "success_rate": 0.5, "episodes": 8, "per_task": tasks[0]}),
+        SeedRun(1, "done", "", {"return": 3.0, "success_rate": 0.25, "episodes": 8, "per_task": tasks[1], "own": 1.0}),
         SeedRun(2, "failed", "diverged"),
     ]
     found = SeedRuns(tmp_path, {}, runs).aggregate()
@@ -38,6 +38,14 @@ def test_only_finished_seeds_and_common_fields_are_aggregated(tmp_path: Path) ->
     assert (found["return"]["iqm"], found["return"]["seeds"], found["return"]["tasks"]) == (2.0, 2, 1)
     # The strata 0, 0 and 1, 0.5: sorted 0, 0, 0.5, 1, without the ends 0 and 0.5.
     assert (found["success_rate"]["iqm"], found["success_rate"]["tasks"]) == (0.25, 2)
+
+
+def test_seeds_that_all_succeed_have_the_interval_of_their_episodes(tmp_path: Path) -> None:
+    result = {"return": 1.0, "success_rate": 1.0, "episodes": 100}
+    found = SeedRuns(tmp_path, {}, [SeedRun(seed, "done", "", result) for seed in range(5)]).aggregate()
+    # Wilson's interval of 500 of 500: the lower end is n / (n + z²).
+    assert found["success_rate"]["interval"] == pytest.approx([500 / (500 + 1.96**2), 1.0], abs=1e-5)
+    assert found["return"]["interval"] == [1.0, 1.0]  # of a return that never differs, nothing else is known
 
 
 def test_few_seeds_warn_when_they_are_shown_and_not_while_others_train(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tu
     return float(low), float(high)
 
 
-def mean_interval(values: NDArray[np.float64], confidence: float = 0.95) -> tuple[Any, Any]:
+def mean_interval(
+    values: NDArray[np.float64], confidence: float = 0.95, *, trials: int | None = None
+) -> tuple[Any, Any]:
     """Return Student's t interval of the mean.
 
     x̄ ± t_{n-1} s / √n
@@ -38,11 +40,13 @@ def mean_interval(values: NDArray[np.float64], confidence: float = 0.95) -> tupl
     Args:
         values: samples ``[n, ...]``.
         confidence: the share of such intervals that hold the true mean, for normal samples.
+        trials: of rates ``[n]``, in how many trials they were found, all together. Their interval lies within 0 and 1.
+            Where they are all equal, which does not say that the next one is, it is Wilson's interval over all trials.
 
     Returns:
         Lower and upper end ``[...]``; NaN for one sample, which tells nothing about others.
     """
-    return _t_interval(values.mean(0), values, len(values), confidence)
+    return _of_rate(values.mean(0), *_t_interval(values.mean(0), values, len(values), confidence), confidence, trials)
 
 
 def iqm(values: NDArray[np.float64], axis: int | None = 0) -> Any:
@@ -50,7 +54,9 @@ def iqm(values: NDArray[np.float64], axis: int | None = 0) -> Any:
     return stats.trim_mean(values, TRIMMED, axis=axis)
 
 
-def iqm_interval(values: NDArray[np.float64], confidence: float = 0.95) -> tuple[Any, Any]:
+def iqm_interval(
+    values: NDArray[np.float64], confidence: float = 0.95, *, trials: int | None = None
+) -> tuple[Any, Any]:
     """Return the Winsorised t interval of the interquartile mean over seeds and tasks.
 
     Of the N = S K sorted values g = ⌊N / 4⌋ are left out at each end and h = N - 2g remain. Winsorised, the ends take
@@ -65,6 +71,7 @@ def iqm_interval(values: NDArray[np.float64], confidence: float = 0.95) -> tuple
     Args:
         values: ``[S, K, ...]`` of seeds and tasks.
         confidence: as in ``mean_interval``.
+        trials: of rates ``[S, K]``, as in ``mean_interval``.
 
     Returns:
         Lower and upper end ``[...]``; NaN for one seed.
@@ -76,12 +83,17 @@ def iqm_interval(values: NDArray[np.float64], confidence: float = 0.95) -> tuple
     is_tied = np.ptp(winsorised, axis=0) <= 1e-12 * np.abs(winsorised).max(0)
     winsorised = np.where(is_tied, values.mean(1), winsorised)
     remaining = 1 - 2 * num_left_out / len(pooled)
-    return _t_interval(
-        pooled[num_left_out : len(pooled) - num_left_out].mean(0),
-        winsorised / remaining,
-        num_seeds - (1 - remaining) * num_seeds / num_tasks**0.5,
-        confidence,
-    )
+    center = pooled[num_left_out : len(pooled) - num_left_out].mean(0)
+    effective = num_seeds - (1 - remaining) * num_seeds / num_tasks**0.5
+    return _of_rate(center, *_t_interval(center, winsorised / remaining, effective, confidence), confidence, trials)
+
+
+def _of_rate(center: Any, low: Any, high: Any, confidence: float, trials: int | None) -> tuple[Any, Any]:
+    if trials is None:
+        return low, high
+    if high - low <= 1e-12:
+        return wilson_interval(round(center * trials), trials, confidence)
+    return np.clip(low, 0.0, 1.0), np.clip(high, 0.0, 1.0)
 
 
 def _t_interval(center: Any, samples: NDArray[np.float64], effective: float, confidence: float) -> tuple[Any, Any]:

@@ -92,13 +92,9 @@ def summarize(runs: Sequence[Points], is_rate: bool = False) -> Curve:
     longest = max((places for places, _ in runs), key=len)
     grid = np.unique(np.clip(longest, begin, end))
     table = np.stack([np.interp(grid, places, values) for places, values in runs])
-    return Curve(list(runs), (grid, table.mean(0)), _pointwise_interval(table, is_rate))
-
-
-def _pointwise_interval(table: FloatArray, is_rate: bool) -> tuple[FloatArray, FloatArray]:
-    """Return the 95 % interval of the mean over the runs of ``[S, P]``."""
     low, high = mean_interval(table)
-    return (np.maximum(low, 0.0), np.minimum(high, 1.0)) if is_rate else (low, high)
+    interval = (np.maximum(low, 0.0), np.minimum(high, 1.0)) if is_rate else (low, high)
+    return Curve(list(runs), (grid, table.mean(0)), interval)
 
 
 def final_estimate(group: Group, name: str) -> Estimate | None:
@@ -107,13 +103,14 @@ def final_estimate(group: Group, name: str) -> Estimate | None:
     One run gives the interval that its evaluation recorded, which covers the draw of episodes; several give the
     Student's t interval over the runs, which covers the draw of seeds.
     """
-    finals = [run.evaluations[-1].fields for run in group.runs if run.evaluations]
-    known = [fields[name] for fields in finals if name in fields]
+    finals = [run.evaluations[-1] for run in group.runs if run.evaluations and name in run.evaluations[-1].fields]
+    known = [found.fields[name] for found in finals]
     if len(known) < 2:
         return known[0] if known else None
-    means = np.array([[entry.mean] for entry in known])
-    low, high = _pointwise_interval(means, is_rate(name))
-    return Estimate(float(means.mean()), float(low[0]), float(high[0]))
+    means = np.array([entry.mean for entry in known])
+    trials = max(1, sum(found.episodes for found in finals)) if is_rate(name) else None
+    low, high = mean_interval(means, trials=trials)
+    return Estimate(float(means.mean()), float(low), float(high))
 
 
 def task_estimates(group: Group) -> dict[str, tuple[Estimate, int]]:

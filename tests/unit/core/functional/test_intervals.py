@@ -43,6 +43,17 @@ def test_equal_values_have_an_interval_without_width_and_one_value_has_none() ->
         assert all(map(math.isnan, bounds))
 
 
+def test_equal_rates_have_wilsons_interval_of_all_trials_and_others_lie_within_0_and_1() -> None:
+    assert mean_interval(np.full(5, 0.8), trials=50) == wilson_interval(40, 50)
+    assert iqm_interval(np.full((5, 2), 0.8), trials=50) == wilson_interval(40, 50)
+    # The tasks differ, the seeds do not: four of six values remain, three of them 1.
+    by_task = np.tile([1.0, 1.0, 0.0], (2, 1))
+    low, high = iqm_interval(by_task, trials=60)
+    assert (low, high) == wilson_interval(45, 60)
+    assert mean_interval(np.array([0.9, 1.0, 1.0]), trials=30)[1] == 1.0
+    assert math.isnan(mean_interval(np.array([0.5]), trials=10)[0])
+
+
 def test_the_interquartile_mean_leaves_out_a_quarter_at_each_end() -> None:
     # Of eight values two fall off at each end: (3 + 4 + 5 + 6) / 4.
     assert iqm(np.array([100.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, -50.0])) == 3.5

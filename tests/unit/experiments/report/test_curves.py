@@ -91,6 +91,16 @@ def test_the_final_evaluation_is_the_last_one_and_seeds_give_its_interval(tmp_pa
     assert final_estimate(group, "episode_len") is None
 
 
+def test_runs_that_all_succeed_have_the_interval_of_their_episodes(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / f"run-{seed}", seed) for seed in range(3)]
+    for path in paths:
+        evaluate_run(path, 200, **{"return": [1.0] * 10}, success_once=[1.0] * 10)
+    (group,) = groups_of(*paths)
+    estimate = final_estimate(group, "success_rate")
+    assert estimate is not None
+    assert (estimate.mean, estimate.low, estimate.high) == (1.0, *wilson_interval(30, 30))
+
+
 def test_the_tasks_of_a_suite_count_the_episodes_of_all_seeds(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / f"run-{seed}", seed) for seed in range(2)]
     for path in paths:
