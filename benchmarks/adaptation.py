@@ -26,8 +26,7 @@ from apexrl.core.types import DONE, OBSERVATION, REWARD
 from apexrl.envs import VecEnv
 from apexrl.policies import Policy, ROAPolicy
 from apexrl.rollout import make_actor, rollout
-from apexrl.run.build import make_task
-from apexrl.run.sections import TaskConfig
+from apexrl.run.tasks import TaskConfig
 from apexrl.run.trained_policy import TrainedPolicy, load_trained
 
 EPISODES, SEED, ABLATION_SEED = 256, 12345, 777
@@ -131,7 +130,7 @@ def _with_change(trained: TrainedPolicy, num_envs: int, options: dict[str, Any])
     assert isinstance(task, TaskConfig)
     kept = {name: value for name, value in task.kwargs.items() if name not in CHANGE_OPTIONS}
     config = replace(trained.config, task=replace(task, kwargs={**kept, **options}))
-    return make_task(config, trained.device, num_envs)
+    return config.task.make_env(trained.device, num_envs)
 
 
 def draw(adaptation: Adaptation, path: Path) -> Path:

@@ -34,8 +34,7 @@ from apexrl.envs.suites.metaworld import MetaWorldSuite
 from apexrl.evaluation.evaluate import EvaluationResult, evaluate
 from apexrl.run.build import make_trainer
 from apexrl.run.loading import load_config
-from apexrl.run.sections import SuiteConfig
-from apexrl.run.suite import make_suite_env
+from apexrl.run.suite import SuiteConfig
 from apexrl.run.trained_policy import load_trained
 
 PER_TASK = {"mt10": 50, "camera": 400}
@@ -57,7 +56,7 @@ def settings(head: str, workers: int, seed: int, more: dict[str, Any]) -> list[t
 def held_out_env(task: Any, device: torch.device, options: dict[str, Any]) -> SuiteVecEnv:
     """Make what success is measured on; to start its processes takes as long as to simulate, so it stays open."""
     assert isinstance(task, SuiteConfig)
-    env = make_suite_env(task, device, options["envs"])
+    env = task.make_env(device, options["envs"])
     assert isinstance(env.suite, MetaWorldSuite)
     env.suite.num_init_states = PER_TASK[options["presets"]]
     return env
@@ -235,7 +234,7 @@ def main() -> None:
         started = time.perf_counter()
         task = load_config(f"{options.presets}_bc", list(dict(pairs["both"]).items())).task
         assert isinstance(task, SuiteConfig)
-        suite = make_suite_env(task, "cpu").suite
+        suite = task.make_suite()
         assert isinstance(suite, MetaWorldSuite)
         for count in counts:
             if not Path(f"{directory}/demos-{count}").exists():

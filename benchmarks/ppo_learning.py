@@ -35,7 +35,7 @@ from scipy import stats
 from apexrl import PPO, PPOConfig, SyncCollector, Trainer
 from apexrl.agent import TrainingConfig
 from apexrl.core.system.acceleration import Acceleration
-from apexrl.run.build import make_policy, make_task
+from apexrl.run.build import make_policy
 from apexrl.run.config import Config
 from apexrl.run.loading import load_config
 from apexrl.run.sections import PolicyConfig
@@ -60,7 +60,7 @@ def ours(config: Config, seed: int, steps: int, episodes: int) -> tuple[float, f
     """Train our PPO; returns the mean return of deterministic and of sampled actions."""
     assert isinstance(config.algo, PPOConfig)
     torch.manual_seed(seed)
-    env = make_task(config, torch.device("cpu"))
+    env = config.task.make_env("cpu")
     policy = make_policy(config.policy, env, torch.device("cpu"), config.algo)
     acceleration = Acceleration(compile=config.features.compile)
     algorithm = PPO(policy=policy, cfg=config.algo, acceleration=acceleration)

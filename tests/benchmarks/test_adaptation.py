@@ -17,7 +17,7 @@ from apexrl import ActorCritic, ROAPolicy, make_env
 from apexrl.cli.main import main
 from apexrl.envs.tasks import TASKS, Payload
 from apexrl.run import trained_policy
-from apexrl.run.sections import TaskConfig
+from apexrl.run.tasks import TaskConfig
 
 SMALL = {
     "task.num_envs": "8", "policy.hidden_dims": "[8]", "policy.adapt_dims": "[8]", "algo.num_steps": "8",

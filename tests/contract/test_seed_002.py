@@ -32,7 +32,7 @@ from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.policies import Policy
 from apexrl.policies.vla import PI0_CFG_Adapter, VLAPolicy
 from apexrl.run.loading import load_config
-from apexrl.run.sections import SuiteConfig
+from apexrl.run.suite import SuiteConfig
 from apexrl.run.trained_policy import load_trained
 
 CHUNK, HORIZON, GROUP_SIZE = 5, 45, 4

@@ -317,7 +317,7 @@ def test_a_sweep_searches_prunes_and_writes_the_best(tmp_path: Path, capsys: pyt
     last = read_json_lines(directory / f"trial-{best['number']:04d}" / "evaluations.jsonl")[-1]
     assert last["return"] == best["value"]
     config = load_config(str(directory / "best.yaml"))
-    assert config.algo.learning_rate == best["params"]["algo.learning_rate"]
+    assert config.to_dict()["algo"]["learning_rate"] == best["params"]["algo.learning_rate"]
     assert list(config.policy.hidden_dims) == best["params"]["policy.hidden_dims"]  # type: ignore[union-attr]
     pruned = states.index("pruned")
     assert len(read_json_lines(directory / f"trial-{pruned:04d}" / "metrics.jsonl")) < 10

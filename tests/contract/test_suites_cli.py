@@ -32,12 +32,11 @@ from apexrl.cli.main import main
 from apexrl.collectors.demonstrations import record as demos
 from apexrl.core.errors import ConfigError
 from apexrl.core.system.json_lines import read_json_lines
-from apexrl.envs.suites.base import Split
-from apexrl.envs.suites.env import SuiteVecEnv
+from apexrl.envs.suites.base import Split, TaskSuite
 from apexrl.envs.suites.metaworld import MetaWorldSuite
 from apexrl.run import directory, trained_policy
 from apexrl.run import suite as suite_run
-from apexrl.run.sections import SuiteConfig
+from apexrl.run.suite import SuiteConfig
 
 pytestmark = pytest.mark.slow
 
@@ -171,12 +170,12 @@ def test_demos_shows_others_what_a_policy_did(bc: Path, tmp_path: Path, capsys: 
 def test_a_policy_that_cannot_act_on_a_suite_is_refused(
     bc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make(task: SuiteConfig, *rest: Any) -> SuiteVecEnv:
-        return (
-            SuiteVecEnv(PointSuite(), 1) if task.benchmark_name == "points" else suite_run.make_suite_env(task, *rest)
-        )
+    make_suite = SuiteConfig.make_suite
 
-    monkeypatch.setattr(trained_policy, "make_suite_env", make)
+    def make(task: SuiteConfig, **options: Any) -> TaskSuite:
+        return PointSuite() if task.benchmark_name == "points" else make_suite(task, **options)
+
+    monkeypatch.setattr(SuiteConfig, "make_suite", make)
     with refused(ConfigError, "'points'", "observations or actions"):
         trained_policy.load_trained(bc).plans(PointSuite(), 1)
     assert main(["train", "cartpole_ppo", "--training.total_timesteps", "64", "--run-dir", str(tmp_path / "ppo")]) == 0

@@ -22,9 +22,10 @@ from apexrl.core.metrics import Weighted, merged_collection, merged_to_host
 from apexrl.core.system import distributed
 from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.run import directory as run
+from apexrl.run.config import Config
 from apexrl.run.loading import load_config
-from apexrl.run.sections import SuiteConfig
-from apexrl.run.suite import ROLLOUT_STATS, begin_statistics, make_suite_collector, process_dir
+from apexrl.run.sections import VLAConfig
+from apexrl.run.suite import ROLLOUT_STATS, SuiteConfig, begin_statistics, process_dir
 
 pytestmark = pytest.mark.slow
 
@@ -180,11 +181,11 @@ def test_the_others_write_only_after_the_first_process_could(
     env = SuiteVecEnv(PointSuite(), 1, num_workers=0)
     policy = ActorCritic.for_env(env, actor_cfg={"groups": ["state"]})
     cfg = RLOOConfig(enable_rollout_stats_tracking=True)
-    algorithm = RLOO(policy=policy, cfg=cfg)
+    algorithm, config = RLOO(policy=policy, cfg=cfg), Config(task=SuiteConfig(), policy=VLAConfig(), algo=cfg)
     pretend(1, 2)
     monkeypatch.setattr(distributed, "on_main_process", fails)
     with pytest.raises(SystemExit):
-        make_suite_collector(SuiteConfig(), algorithm, cfg, env, seed=0, run_dir=tmp_path, starts_new=True)
+        config.task.make_collector(config, env, algorithm, algorithm.acceleration, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

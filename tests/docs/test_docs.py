@@ -20,9 +20,11 @@ from apexrl.algorithms import ALGORITHMS
 from apexrl.collectors.demonstrations import record as demos
 from apexrl.core.errors import ApexRLError
 from apexrl.experiments import jobs, plots, report
-from apexrl.run import build, loading, trained_policy
 from apexrl.run import directory as run
+from apexrl.run import loading, trained_policy
 from apexrl.run.config import CONFIG_SECTIONS, SECTION_CHOICES, field_help
+from apexrl.run.suite import SuiteConfig
+from apexrl.run.tasks import TaskConfig
 
 pytestmark = pytest.mark.slow
 
@@ -139,7 +141,8 @@ def test_an_apexrl_command_is_understood(
     monkeypatch.setattr(run, "resume", resume)
     monkeypatch.setattr(trained_policy, "load_trained", understood)
     monkeypatch.setattr(jobs, "run_jobs", understood)
-    monkeypatch.setattr(build, "make_task", understood)
+    monkeypatch.setattr(TaskConfig, "make_env", understood)
+    monkeypatch.setattr(SuiteConfig, "make_env", understood)
     monkeypatch.setattr(plots, "plot_runs", understood)
     monkeypatch.setattr(report, "write_report", understood)
     monkeypatch.setattr(demos, "record_demos", understood)

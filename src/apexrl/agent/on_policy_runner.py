@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from apexrl.agent import checkpoint
 from apexrl.agent.loggers import JsonlLogger, Logger, TensorBoardLogger
 from apexrl.agent.trainer import Trainer, TrainingConfig
-from apexrl.algorithms import ALGORITHMS, PPO, BaseAlgorithm
+from apexrl.algorithms import ALGORITHMS, BaseAlgorithm
 from apexrl.algorithms.base import find_device
-from apexrl.collectors.sync import SyncCollector, add_values
+from apexrl.collectors.sync import add_values
 from apexrl.core.errors import ConfigError, did_you_mean
 from apexrl.core.metrics import EpisodeMetrics, fold_episodes
 from apexrl.core.observations import leaves
@@ -97,7 +97,7 @@ class OnPolicyRunner(Trainer):
     ) -> None:
         vec_env = as_vec_env(env)
         if agent is None:
-            known = [name for name, (cls, _) in ALGORITHMS.items() if issubclass(cls, PPO)]
+            known = [name for name, (cls, _) in ALGORITHMS.items() if cls.on_policy and cls.learns_from == "steps"]
             if algorithm not in known:
                 raise ConfigError(
                     f"Unknown algorithm '{algorithm}'; known are {known}." + did_you_mean(algorithm, known)
@@ -287,7 +287,7 @@ class OnPolicyRunner(Trainer):
             envs.running = running
         metrics = self.episode_metrics if envs is self.env else self.eval_episode_metrics
         metrics.unfinished = running.unfinished
-        if envs is self.env and isinstance(self.collector, SyncCollector):
+        if envs is self.env:
             self.collector.adopt()
         fold_episodes(batch, envs.metric_specs, metrics)
         rows: StepRows | None = None

@@ -23,8 +23,6 @@ from apexrl.agent.schedule import env_seed as env_seed
 from apexrl.agent.signals import Abandoned, StopRequest, stop_on_signal
 from apexrl.agent.state import ResumableTraining
 from apexrl.algorithms.base import BaseAlgorithm
-from apexrl.algorithms.rloo import RLOO
-from apexrl.collectors.async_ import AsyncCollector
 from apexrl.collectors.base import BaseCollector
 from apexrl.collectors.episodes import SuiteRunner
 from apexrl.collectors.groups import RolloutGenerator
@@ -37,7 +35,6 @@ from apexrl.core.system.acceleration import Acceleration, Stopwatch
 from apexrl.core.system.json_lines import append_json_line
 from apexrl.core.types import OBSERVATION, REWARD, VALID, VALUE, Observation
 from apexrl.envs import VecEnv, as_vec_env
-from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.evaluation.evaluate import EvaluationResult, evaluate
 from apexrl.evaluation.step_csv import save_step_csvs
 from apexrl.policies.base import Policy
@@ -46,9 +43,9 @@ from apexrl.rollout import LOG
 NO_GRAPHS = Acceleration(graphs=False)
 
 
-def _default_collector(env: VecEnv, algorithm: BaseAlgorithm, seed: int) -> BaseCollector:
+def _default_collector(env: Any, algorithm: Any, seed: int) -> BaseCollector:
     policy = algorithm.rollout_policy
-    if isinstance(algorithm, RLOO) and isinstance(env, SuiteVecEnv):
+    if algorithm.learns_from == "groups" and env.suite is not None:
         return RolloutGenerator.from_config(SuiteRunner(env, policy), algorithm.cfg, seed=seed)
     return SyncCollector(env, policy, keep=algorithm.required_keys, seed=seed)
 
@@ -92,8 +89,13 @@ class Trainer(ResumableTraining):
     ) -> None:
         if algorithm.policy is not policy:
             raise ConfigError("Trainer needs one policy: algorithm.policy is another object than policy.")
+        if not isinstance(collector, BaseCollector | None):
+            raise ConfigError(
+                f"Trainer needs a BaseCollector, got {type(collector).__name__}; make it a subclass of BaseCollector, "
+                "which needs no method but collect."
+            )
         captures = policy.device.type == "cuda" and getattr(algorithm, "acceleration", NO_GRAPHS).graphs
-        if captures and (isinstance(collector, AsyncCollector) or distributed.world_size() > 1):
+        if captures and ((collector is not None and collector.in_background) or distributed.world_size() > 1):
             raise ConfigError(
                 "An algorithm must not capture CUDA graphs while AsyncCollector uses the device from another thread, "
                 "nor where several processes learn; make it with acceleration=Acceleration(graphs=False)."
@@ -102,11 +104,6 @@ class Trainer(ResumableTraining):
             raise ConfigError(
                 f"{type(algorithm).__name__} learns in one process, not in {distributed.world_size()}; start it "
                 "without torchrun."
-            )
-        if not isinstance(collector, BaseCollector | None):
-            raise ConfigError(
-                f"Trainer needs a BaseCollector, got {type(collector).__name__}; make it a subclass of BaseCollector, "
-                "which needs no method but collect."
             )
         if log_interval < 1:
             raise ConfigError(f"log_interval must be at least 1, got {log_interval}.")

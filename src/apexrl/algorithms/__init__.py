@@ -1,13 +1,12 @@
 """Algorithms: each turns a batch into a parameter update."""
 
-from apexrl.algorithms.base import BaseAlgorithm
+from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm
 from apexrl.algorithms.bc import BC, BCConfig
 from apexrl.algorithms.ppo import PPO, PPOConfig
 from apexrl.algorithms.ppo_roa import PPOROA, PPOROAConfig
 from apexrl.algorithms.rloo import RLOO, RLOOConfig
 from apexrl.algorithms.sac import SAC, SACConfig
 
-AlgorithmConfig = PPOConfig | PPOROAConfig | SACConfig | RLOOConfig | BCConfig
 ALGORITHMS: dict[str, tuple[type[BaseAlgorithm], type]] = {
     "ppo": (PPO, PPOConfig),
     "ppo_roa": (PPOROA, PPOROAConfig),

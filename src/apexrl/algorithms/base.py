@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 import torch
 from tensordict import TensorDict
@@ -32,6 +32,40 @@ MAX_BEHAVIOUR_WEIGHT = 2.0
 """Most that a sample of older weights counts for being likelier under the policy at the start of the update."""
 
 
+Source = Literal["steps", "groups", "demonstrations"]
+"""What batches are made of: steps of running episodes, groups of whole episodes that start alike, demonstrations."""
+
+
+class AlgorithmConfig:
+    """What a run asks of the options of any algorithm, besides their fields."""
+
+    name: str
+    num_updates: int = 0
+    """Iterations of a whole training; 0 where the algorithm leaves them to the schedule."""
+    demo_reader: str = ""
+    """The option that reads demonstrations while training, for messages; empty where none does."""
+
+    def check_policy(self, policy: type[Policy]) -> None:
+        """Raise when options do not fit the kind of policy."""
+        return
+
+    def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
+        """Raise when rollouts of this many environments cannot be learned from."""
+        return
+
+    def imitation(self, init_from: str) -> AlgorithmConfig | None:
+        """Return the imitation that a run begins with, unless it starts from trained weights (``init_from``)."""
+        return None
+
+    def without_demos(self) -> Self:
+        """Return the options without those that read demonstrations."""
+        return self
+
+    def warning(self, init_from: str) -> str:
+        """Return what the user should know as a run starts from these weights; an empty string for nothing."""
+        return ""
+
+
 class BaseAlgorithm(ABC):
     """Turns a batch into a parameter update. A new algorithm implements ``update``."""
 
@@ -43,6 +77,8 @@ class BaseAlgorithm(ABC):
 
     on_policy: ClassVar[bool] = True
     """Whether batches must come from the current policy."""
+    learns_from: ClassVar[Source] = "steps"
+    """What ``update`` takes; a task says which of these it has."""
     policies: ClassVar[Mapping[str, type[Policy]]] = {}
     """Policy of each ``policy.kind`` that the algorithm can train."""
     shared_fields: ClassVar[Mapping[str, Callable[[int, str], int]] | None] = None
@@ -94,6 +130,19 @@ class BaseAlgorithm(ABC):
         from there on; ``raise_if_diverged`` turns it into a report. One called ``updates`` counts the optimizer steps
         that were taken; a run that took none says so at its end.
         """
+
+    def remember(self, demonstrations: TensorDict, *, is_new: bool = True) -> None:
+        """Get ready to learn from demonstrations ``[M]``, as ``load_demos`` returns them.
+
+        Args:
+            demonstrations: stay the same for the whole training.
+            is_new: the policy was not trained before, with statistics of its own.
+        """
+        return
+
+    def begin_trained(self, init_std: float) -> None:
+        """Begin with a policy that was trained before; ``init_std`` is the exploration that was asked for."""
+        return
 
     def initial_tensors(self) -> list[Tensor]:
         """Return what processes that learn together must begin with alike: the policy, and copies made of it."""

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.algorithms.base import BaseAlgorithm, UpdateStats, checker
+from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm, UpdateStats, checker
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.core.errors import ConfigError
 from apexrl.core.observations import leaves
@@ -24,7 +24,7 @@ from apexrl.policies.vla.lerobot import LeRobotPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
-class BCConfig:
+class BCConfig(AlgorithmConfig):
     """Options of behaviour cloning."""
 
     name: Literal["bc"] = "bc"
@@ -59,6 +59,7 @@ class BCConfig:
     """Gradients are scaled down to this norm."""
     adam_eps: float = 1e-8
     """Adam's ε."""
+    demo_reader = "algo.name bc"
 
     def __post_init__(self) -> None:
         require = checker(self, "algo")
@@ -72,16 +73,11 @@ class BCConfig:
             require(name, getattr(self, name) >= 0, "must not be negative")
         require("loss", not (self.loss == "mse" and self.learn_std), "must not be mse while algo.learn_std is true")
 
-    def require_default_loss(self) -> None:
+    def check_policy(self, policy: type[Policy]) -> None:
         """Raise when a loss is asked for that a policy with a loss of its own does not read."""
         for name, default in (("loss", "auto"), ("learn_std", False)):
-            if getattr(self, name) != default:
+            if policy.has_own_loss and getattr(self, name) != default:
                 raise ConfigError(f"algo.{name} is for policy.kind mlp; a vla has its own loss. Leave it out.")
-
-    def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
-        """Raise when the policy cannot learn from single samples; there are no rollouts."""
-        if keeps_sequences:
-            raise ConfigError("policy.kind 'gru' cannot be trained by algo.name 'bc'; use vla or mlp.")
 
 
 BC_METRICS = ("loss", "grad_norm")
@@ -150,6 +146,7 @@ class BC(BaseAlgorithm):
     policies: ClassVar[Mapping[str, type[Policy]]] = {"vla": VLAPolicy, "mlp": ActorCritic}
     required_keys = frozenset({OBSERVATION, ACTION})
     on_policy = False
+    learns_from = "demonstrations"
 
     def __init__(
         self, *, policy: Policy, cfg: BCConfig | None = None, acceleration: Acceleration | None = None
@@ -221,6 +218,11 @@ class BC(BaseAlgorithm):
             "learning_rate": self.optimizer.learning_rate.clone(),
             "nonfinite": self._progress.nonfinite.clone(),
         }
+
+    def remember(self, demonstrations: TensorDict, *, is_new: bool = True) -> None:
+        """Normalise by the statistics of demonstrations; networks that were trained expect those of their training."""
+        if is_new:
+            self.set_statistics(demonstrations)
 
     @torch.no_grad()
     def set_statistics(self, demonstrations: TensorDict) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from apexrl.algorithms.base import (
     MAX_BEHAVIOUR_WEIGHT,
+    AlgorithmConfig,
     BaseAlgorithm,
     UpdateStats,
     check_source,
@@ -55,7 +56,7 @@ from apexrl.policies.networks.actor import ActionHead
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig:
+class PPOConfig(AlgorithmConfig):
     """Options of PPO."""
 
     name: Literal["ppo"] = "ppo"

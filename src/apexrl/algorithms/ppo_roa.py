@@ -65,6 +65,15 @@ class PPOROAConfig(PPOConfig):
             require(name, 0 < getattr(self, name) <= 1, "must lie in (0, 1]")
         require("encoder_penalty", self.encoder_penalty >= 0, "must not be negative")
 
+    def warning(self, init_from: str) -> str:
+        """Say that there is nothing to fine-tune."""
+        if self.phase != "finetune" or init_from:
+            return ""
+        return (
+            "algo.phase finetune without training.init_from: encoder and teacher are untrained and stay so. Name a run "
+            "of phase train."
+        )
+
     def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
         """Raise when rollouts of this many environments cannot be cut into the wanted minibatches."""
         super().check_rollout(num_envs, keeps_sequences=keeps_sequences)

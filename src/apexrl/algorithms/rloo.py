@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, BaseAlgorithm, UpdateStats, checker
-from apexrl.algorithms.bc import imitation_error
+from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, AlgorithmConfig, BaseAlgorithm, UpdateStats, checker
+from apexrl.algorithms.bc import BCConfig, imitation_error
 from apexrl.algorithms.collapse import CollapseGuard
 from apexrl.algorithms.minibatches import bounds
 from apexrl.algorithms.optimizer import FlatAdam
@@ -47,7 +47,7 @@ ROWS_WITHOUT_GRADIENT = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLOOConfig:
+class RLOOConfig(AlgorithmConfig):
     """Options of RLOO."""
 
     name: Literal["rloo"] = "rloo"
@@ -150,10 +150,26 @@ class RLOOConfig:
                 require(name, getattr(self, name) == 0, "must be 0 with algo.loss weighted_flow, which lacks it")
             require("target_kl", self.target_kl is None, "must be null with algo.loss weighted_flow")
 
-    def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
-        """Raise when batches cannot be cut as wanted; chunks have no memory of each other."""
-        if keeps_sequences:
-            raise ConfigError("policy.kind 'gru' cannot be trained by algo.name 'rloo'; use vla or mlp.")
+    @property
+    def demo_reader(self) -> str:  # type: ignore[override]
+        """The weight of the demonstrations, where they have one."""
+        return "algo.imitation_coef" if self.imitation_coef else ""
+
+    def without_demos(self) -> Self:
+        """Return the options for training without demonstrations."""
+        return replace(self, imitation_coef=0.0)
+
+    def imitation(self, init_from: str) -> BCConfig | None:
+        """Return the imitation before the first rollout, where ``imitation_updates`` asks for it."""
+        if init_from or not self.imitation_updates:
+            return None
+        return BCConfig(
+            num_updates=self.imitation_updates,
+            batch_size=self.imitation_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            learning_rate=self.imitation_learning_rate,
+            schedule="linear",
+        )
 
 
 RLOO_METRICS = (
@@ -204,6 +220,7 @@ class RLOO(BaseAlgorithm):
         "of a flow head), or lengthen task.max_episode_length."
     )
     required_keys = frozenset({OBSERVATION, ACTION, REWARD, SAMPLE_LOG_PROB, VALID, GROUP})
+    learns_from = "groups"
 
     def __init__(
         self, *, policy: Policy, cfg: RLOOConfig | None = None, acceleration: Acceleration | None = None
@@ -239,7 +256,12 @@ class RLOO(BaseAlgorithm):
         self._num_steps = torch.zeros((), device=policy.device)
         """Optimizer steps taken since Adam's moments were zero."""
 
-    def remember(self, demonstrations: TensorDict) -> None:
+    def begin_trained(self, init_std: float) -> None:
+        """Explore as asked, where the training before has left exploration as it was."""
+        for policy in filter(None, (self.policy, self.reference)):
+            explore_with(policy, init_std)
+
+    def remember(self, demonstrations: TensorDict, *, is_new: bool = True) -> None:
         """Hold on to demonstrations ``[M]``, as ``load_demos`` returns them, by ``imitation_coef``."""
         samples: TensorDict = demonstrations.select(OBSERVATION, ACTION, VALID_STEPS, strict=False)
         self._demonstrations = samples.to(self.policy.device)
@@ -469,3 +491,11 @@ class RLOO(BaseAlgorithm):
             self.reference.load_state_dict(state["reference"])
         if self.guard is not None and state["guard"]:
             self.guard.load_state_dict(state["guard"])
+
+
+@torch.no_grad()
+def explore_with(policy: Policy, init_std: float) -> None:
+    """Set a standard deviation that imitation has left as it was; one that was learned stays."""
+    for name, value in policy.named_parameters():
+        if name.endswith("log_std") and value.numel() > 1 and bool((value == value.flatten()[0]).all()):
+            value.fill_(math.log(init_std))

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.algorithms.base import BaseAlgorithm, UpdateStats, check_source, checker, find_device
+from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm, UpdateStats, check_source, checker, find_device
 from apexrl.algorithms.optimizer import FlatAdam, flatten
 from apexrl.algorithms.replay import ReplayBuffer
 from apexrl.core.errors import ConfigError
@@ -31,7 +31,7 @@ MAX_CAPACITY = 10**12
 
 
 @dataclass(frozen=True, kw_only=True)
-class SACConfig:
+class SACConfig(AlgorithmConfig):
     """Options of SAC."""
 
     name: Literal["sac"] = "sac"
@@ -210,6 +210,10 @@ class SAC(BaseAlgorithm):
         """Gradient steps that the environment steps so far have earned and that were not taken yet."""
         self._num_updates = 0
         policy.acts_uniformly.fill_(cfg.uniform_start and cfg.learning_starts > 0)
+
+    def begin_trained(self, init_std: float) -> None:
+        """Act with the policy from the first step on: it explores better than chance."""
+        self.policy.acts_uniformly.fill_(False)
 
     def _empty_replay(self) -> ReplayBuffer:
         return ReplayBuffer(

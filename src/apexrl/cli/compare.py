@@ -74,20 +74,16 @@ def _task_config(source: str, overrides: Overrides) -> Config:
 
 
 def _drawn(config: Config, options: argparse.Namespace) -> Manifest:
-    import torch
-
     from apexrl.evaluation.manifest import make_manifest
-    from apexrl.experiments.results import task_options
-    from apexrl.run.build import make_task
 
-    env = make_task(config, torch.device("cpu"), 1)
+    env = config.task.make_env("cpu", 1)
     try:
         return make_manifest(
             env,
             config.task.id,
             options.episodes or NUM_EPISODES,
             seed=options.seed or 0,
-            options=task_options(config),
+            options=config.task.options,
         )
     finally:
         env.close()

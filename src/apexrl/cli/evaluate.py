@@ -122,9 +122,9 @@ def run_manifest(
     trained: TrainedPolicy, manifest: Manifest, num_envs: int | None, device: str | None, label: str = "Evaluating"
 ) -> EvaluationResult:
     """Evaluate a policy on a manifest and show how far it is; a problem with the manifest names its file."""
-    from apexrl.experiments.results import evaluate_trained, task_options
+    from apexrl.experiments.results import evaluate_trained
 
-    own, place = task_options(trained.config), _known_device(device or "cpu")
+    own, place = trained.config.task.options, _known_device(device or "cpu")
     if own != manifest.options and trained.config.task.id == manifest.task:
         print(f"{trained.checkpoint} was trained with task options {own}; the manifest has {dict(manifest.options)}.")
     num_envs = num_envs or trained.config.training.eval_num_envs

@@ -76,15 +76,14 @@ def _demos(options: argparse.Namespace, _: Overrides) -> int:
     from apexrl.collectors.demonstrations.record import Recorded, record_demos
     from apexrl.envs.mujoco.simulation import num_cores
     from apexrl.envs.suites import make_suite
-    from apexrl.run.sections import SuiteConfig
     from apexrl.run.trained_policy import load_trained
 
     if options.image_size and not options.cameras:
         raise ConfigError("--image-size is of pictures, but --cameras names no camera that takes them; add one.")
     trained = None if options.policy is None else load_trained(options.policy)
     more: dict[str, Any] = {"privileged": False} if options.proprioception else {}
-    own = trained.config.task if trained is not None else None
-    if horizon := options.horizon or (own.max_episode_length if isinstance(own, SuiteConfig) else None):
+    own = {} if trained is None else trained.config.task.options
+    if horizon := options.horizon or own.get("max_episode_length"):
         more["horizon"] = horizon
     try:
         suite = make_suite(

@@ -116,8 +116,6 @@ def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:
     """Show what came out: evaluation, picture, video; of several processes that learned together, the first shows."""
     from apexrl.core.system import distributed
     from apexrl.experiments.plots import plot_runs
-    from apexrl.run.sections import SuiteConfig
-    from apexrl.run.suite import write_final_results
 
     episodes = trainer.cfg.final_eval_episodes
     if episodes:
@@ -128,9 +126,8 @@ def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:
     if episodes:
         print(f"Evaluation: {result.summary()}")
         show_tasks(result, run_dir, config.features.save_plot)
-    if isinstance(config.task, SuiteConfig):
-        counts = (trainer.iteration, trainer.total_steps, trainer.optimizer_steps)
-        print(f"Results: {write_final_results(run_dir, *counts)}")
+    if (results := config.task.write_results(run_dir, trainer)) is not None:
+        print(f"Results: {results}")
     if config.features.save_plot:
         try:
             print(f"Learning curve: {plot_runs([run_dir], run_dir / 'curve.png', warn)}")

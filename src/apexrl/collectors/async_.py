@@ -70,6 +70,8 @@ class AsyncCollector(BaseCollector):
             ``step_timeout`` is not read.
     """
 
+    in_background = True
+
     def __init__(
         self,
         env: Any,
@@ -232,7 +234,7 @@ class AsyncCollector(BaseCollector):
             for rollout in self._thread.empty():
                 self._fold(rollout, self.episode_metrics)
                 self._dropped += 1
-            if new_episodes and isinstance(self._inner, SyncCollector):
+            if new_episodes:
                 self._inner.forget()
 
     def _fold(self, rollout: _Rollout, episodes: EpisodeMetrics) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from tensordict import TensorDict
 
@@ -32,6 +33,10 @@ class BaseCollector(ABC):
 
     seed: int | None = None
     """Of the next reset."""
+    on_message: Callable[[str], None] = logging.getLogger("apexrl").info
+    """Told what people should know of the collecting."""
+    in_background: ClassVar[bool] = False
+    """Whether another thread may use the policy's device at any time."""
 
     @cached_property
     def episode_metrics(self) -> EpisodeMetrics:
@@ -60,6 +65,14 @@ class BaseCollector(ABC):
 
     def follow(self, policy: Policy) -> None:
         """Act with this policy from the next rollout on; collectors that only ever know one need not care."""
+        return
+
+    def adopt(self) -> None:
+        """Let the first call of ``collect`` continue the episodes that run in the environment, where it can."""
+        return
+
+    def forget(self) -> None:
+        """Forget the running episodes, where they last from one call of ``collect`` to the next."""
         return
 
     def restart(self, seed: int) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,12 +15,10 @@ from torch import Tensor
 
 from apexrl.core.observations import is_picture, leaf_spaces, leaves
 from apexrl.core.types import ACTION, CMD_KEY, OBJECT_KEY, OBS_KEY, OBSERVATION
-from apexrl.envs import GymVecEnv, MujocoVecEnv, VecEnv, gym_make_fns
-from apexrl.envs.tasks.base import TensorTask
+from apexrl.envs import VecEnv
 from apexrl.policies import Policy
 from apexrl.policies.networks.actor import choice_sizes
 from apexrl.policies.networks.normalizer import RunningNormalizer
-from apexrl.run.sections import TaskConfig
 
 MEANINGS = {
     OBSERVATION: "what the task observes",
@@ -120,17 +116,10 @@ def action_entry(space: gym.Space[Any]) -> dict[str, Any]:
     }
 
 
-def control(env: VecEnv, task: TaskConfig) -> dict[str, Any]:
+def control(env: VecEnv) -> dict[str, Any]:
     """Return how many actions a second the policy was trained to give, and who says so; None when nobody does."""
-    seconds, fps = None, None
-    if isinstance(env, TensorTask):
-        seconds = getattr(sys.modules[type(env).__module__], "DT", None)
-    elif isinstance(env, MujocoVecEnv):
-        seconds = env.models[0].opt.timestep * env.task.frame_skip
-    elif isinstance(env, GymVecEnv):
-        with contextlib.closing(gym_make_fns(task.id, 1, **task.kwargs)[0]()) as one:
-            seconds, fps = getattr(one.unwrapped, "dt", None), one.metadata.get("render_fps")
-    if isinstance(seconds, int | float) and seconds > 0:
+    seconds, fps = env.step_time()
+    if seconds is not None:
         return {"hz": round(1.0 / seconds, 6), "source": "time step of the task"}
     if fps:
         return {"hz": float(fps), "source": "render_fps of the task, which need not be its time step"}

@@ -29,7 +29,6 @@ from apexrl.envs import VecEnv
 from apexrl.policies import Policy
 from apexrl.rollout import initial_state, make_actor, rollout
 from apexrl.run import trained_policy
-from apexrl.run.sections import SuiteConfig, TaskConfig
 
 FORMAT = 1
 """Version of the card's layout."""
@@ -125,12 +124,10 @@ def export_policy(source: Path, output: Path | None = None, formats: Sequence[st
     """
     _check_formats(formats)
     trained = trained_policy.load_trained(source)
-    task = trained.config.task
-    if isinstance(task, SuiteConfig):
-        raise ExportError(f"{source} was trained on the suite {task.id}; policies of suites cannot be exported yet.")
+    origin = _origin(trained, source)
     env = trained.make_env(NUM_ENVS)
     try:
-        about = {**_origin(trained, task), "control": control(env, task)}
+        about = {**origin, "control": control(env)}
         directory = _default_output(source) if output is None else output
         return write_policy(trained.policy, env, directory, formats, about=about)
     finally:
@@ -356,12 +353,13 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _origin(trained: trained_policy.TrainedPolicy, task: TaskConfig) -> dict[str, Any]:
+def _origin(trained: trained_policy.TrainedPolicy, source: Path) -> dict[str, Any]:
+    task = trained.config.task.card(source)
     content = checkpoint.load(trained.checkpoint)
     return {
         "algorithm": trained.config.algo.name,
         "policy": trained.config.policy.kind,
-        "task": {"id": task.id, "kwargs": task.kwargs},
+        "task": task,
         "checkpoint": {
             "name": trained.checkpoint.name,
             "iteration": content["iteration"],

@@ -111,6 +111,8 @@ class VecEnv(ABC):
     """Of one environment: Box, Discrete, MultiDiscrete or MultiBinary."""
     max_episode_steps: int | None = None
     """Steps after which an episode is truncated; None when it is not known."""
+    chunk: int = 1
+    """Control steps that one action holds, one after another."""
     capturable: bool = False
     """True when ``step`` only runs fixed-shape tensor operations on ``device``, without reading a value back, and
     reports the same metrics at every step."""
@@ -264,6 +266,13 @@ class VecEnv(ABC):
             EnvStateError: when the state cannot be restored exactly.
         """
         raise EnvStateError(f"{type(self).__name__} cannot restore its state.")
+
+    def step_time(self) -> tuple[float | None, float | None]:
+        """Return the simulated seconds of a step, and the frames per second of its video; None for what is not known.
+
+        The second stands in for the first, which it need not agree with.
+        """
+        return None, None
 
     def render(self, index: int = 0) -> NDArray[np.uint8]:
         """Draw environment ``index`` as an ``[H, W, 3]`` picture.

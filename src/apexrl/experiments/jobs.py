@@ -23,8 +23,6 @@ from apexrl.core.system.files import DirectoryLock
 from apexrl.core.system.json_lines import read_json_lines
 from apexrl.run import directory as run
 from apexrl.run.config import make_config
-from apexrl.run.sections import SuiteConfig
-from apexrl.run.suite import write_final_results
 
 Kind = Literal["progress", "evaluation", "done", "failed", "stopped"]
 SECONDS_BETWEEN_REPORTS = 0.2
@@ -243,8 +241,7 @@ def _train_job(job: Job, logger: _PipeLogger) -> dict[str, Any]:
             trainer.cfg.final_eval_episodes,
             on_progress=lambda _: logger.progress({"total_steps": trainer.total_steps}, 1.0),
         )
-        if isinstance(make_config(job.config).task, SuiteConfig):
-            write_final_results(job.run_dir, trainer.iteration, trainer.total_steps, trainer.optimizer_steps)
+        make_config(job.config).task.write_results(job.run_dir, trainer)
         return {"step": trainer.total_steps, **result.record(), "logged": logger.seen}
     finally:
         trainer.close()

@@ -18,7 +18,6 @@ from apexrl.core.types import EPISODE_ID, TASK_ID, TRUNCATED
 from apexrl.evaluation.evaluate import EvaluationResult, evaluate, group_size
 from apexrl.evaluation.manifest import Manifest, dict_or_empty, read_json
 from apexrl.run.config import Config
-from apexrl.run.sections import SuiteConfig, TaskConfig
 from apexrl.run.trained_policy import TrainedPolicy
 
 RESULTS_VERSION = 1
@@ -40,14 +39,6 @@ class Results:
     result: EvaluationResult
 
 
-def task_options(config: Config) -> dict[str, Any]:
-    """Return the options of a configuration's task that a manifest pins."""
-    if isinstance(config.task, SuiteConfig):
-        length = config.task.max_episode_length
-        return {} if length is None else {"max_episode_length": length}
-    return dict(config.task.kwargs)
-
-
 def with_task_options(config: Config, manifest: Manifest) -> Config:
     """Return a configuration with the task as a manifest pins it.
 
@@ -59,11 +50,7 @@ def with_task_options(config: Config, manifest: Manifest) -> Config:
             f"The manifest is of the task '{manifest.task}', the policy was trained on '{config.task.id}'. "
             f"Write one for it: apexrl manifest {config.task.id} --output FILE."
         )
-    if isinstance(config.task, TaskConfig):
-        return replace(config, task=replace(config.task, kwargs=dict(manifest.options)))
-    if unknown := manifest.options.keys() - {"max_episode_length"}:
-        raise ConfigError(f"The manifest has options that no suite has: {', '.join(sorted(unknown))}.")
-    return replace(config, task=replace(config.task, max_episode_length=manifest.options.get("max_episode_length")))
+    return replace(config, task=config.task.with_options(manifest.options))
 
 
 def evaluate_trained(
@@ -98,7 +85,7 @@ def _check_same_spaces(trained: TrainedPolicy, env: Any, manifest: Manifest) -> 
     if spaces[0] != spaces[1]:
         raise ConfigError(
             f"The options of the manifest, {dict(manifest.options)}, give other observations or actions than "
-            f"{task_options(trained.config)}, with which the policy was trained. Use a manifest that fits it."
+            f"{trained.config.task.options}, with which the policy was trained. Use a manifest that fits it."
         )
 
 

@@ -59,6 +59,8 @@ class Policy(nn.Module):
     """What ``act`` returns besides action and log-probability, and ``evaluate`` needs back."""
     chunk: int = 1
     """Actions that one step takes; where there are more, ``evaluate`` leaves out those beyond ``valid_steps``."""
+    has_own_loss: bool = False
+    """Whether it has an ``imitation_loss`` of its own."""
 
     def __init__(
         self, observation_space: gym.Space[Any] | None = None, action_space: gym.Space[Any] | None = None
@@ -79,6 +81,23 @@ class Policy(nn.Module):
         policy.observation_space, policy.action_space = env.observation_space, env.action_space
         policy.options = options
         return policy
+
+    @classmethod
+    def from_config(cls, cfg: Any, env: HasSpaces, critic_options: Mapping[str, Any], *, needs_value: bool) -> Self:
+        """Create the policy that the section ``policy`` of a configuration describes.
+
+        Args:
+            cfg: the section; here a ``PolicyConfig``, for policies of an actor and critics.
+            env: an environment of the task.
+            critic_options: what the algorithm's section says of critics.
+            needs_value: whether the algorithm reads the value of states.
+        """
+        return cls.for_env(
+            env,
+            actor_cfg={**cfg.layers, "groups": cfg.actor_groups, **cfg.head},
+            critic_cfg={**cfg.critic, **critic_options},
+            normalize_obs=cfg.normalize_obs,
+        )
 
     def check_fits(self, env: HasSpaces) -> None:
         """Check that an environment has the observations and actions that the policy was made for.

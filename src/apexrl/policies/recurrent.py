@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import gymnasium as gym
 import torch
@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl.core.types import DONE, NEXT_OBSERVATION, OBSERVATION, Carry, Evaluation, Observation
-from apexrl.policies.base import Policy, successor_values
+from apexrl.policies.base import HasSpaces, Policy, successor_values
 from apexrl.policies.exploration import explore, initial_noise, stored_log_prob
 from apexrl.policies.networks import Distribution, ObservationEncoder, ObservationNormalizer
 from apexrl.policies.networks.actor import ActionHead
@@ -70,6 +70,20 @@ class RecurrentActorCritic(Policy):
             widths = [memory_dim + self.critic_encoder.num_features, *critic_hidden_dims]
             self.value_head = nn.Sequential(mlp(widths, activation), linear(widths[-1], 1, gain=1.0))
         self.normalizer = ObservationNormalizer(observation_space) if normalize_obs else None
+
+    @classmethod
+    def from_config(cls, cfg: Any, env: HasSpaces, critic_options: Mapping[str, Any], *, needs_value: bool) -> Self:
+        """Create the policy of a ``PolicyConfig``."""
+        return cls.for_env(
+            env,
+            **cfg.layers,
+            groups=cfg.actor_groups,
+            memory_dim=cfg.memory_dim,
+            critic_groups=cfg.critic_groups,
+            critic_hidden_dims=cfg.critic["hidden_dims"],
+            **cfg.head,
+            normalize_obs=cfg.normalize_obs,
+        )
 
     def initial_state(self, num_envs: int) -> dict[str, Tensor]:
         """Return an empty memory, and the noise of gSDE."""

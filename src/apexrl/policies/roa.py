@@ -288,6 +288,31 @@ class ROAPolicy(Policy):
                 )
         return super().for_env(env, **options)
 
+    @classmethod
+    def from_config(cls, cfg: Any, env: HasSpaces, critic_options: Mapping[str, Any], *, needs_value: bool) -> Self:
+        """Create the policy of a ``PolicyConfig``.
+
+        Raises:
+            ConfigError: when it sets what only other kinds read.
+        """
+        if cfg.actor_groups is not None or cfg.memory_dim != type(cfg).memory_dim:
+            raise ConfigError(
+                f"policy.actor_groups must be null and policy.memory_dim {type(cfg).memory_dim} with policy.kind roa, "
+                f"which reads neither; got {cfg.actor_groups and list(cfg.actor_groups)} and {cfg.memory_dim}."
+            )
+        return cls.for_env(
+            env,
+            **cfg.layers,
+            critic_cfg={**cfg.critic, **critic_options},
+            history=cfg.history,
+            history_kind=cfg.history_kind,
+            num_features=cfg.latent_dim,
+            encoder_dims=cfg.encoder_dims,
+            adapt_dims=cfg.adapt_dims,
+            head_options=cfg.head,
+            normalize_obs=cfg.normalize_obs,
+        )
+
     @property
     def teacher(self) -> Policy:
         """``encoder_priv``, ``actor`` and ``critic`` as a policy."""

@@ -7,18 +7,26 @@ import inspect
 import math
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from apexrl.agent.trainer import TrainingConfig
-from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BCConfig, PPOConfig, RLOOConfig
+from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig
 from apexrl.core.errors import ConfigError, did_you_mean
 from apexrl.core.system.migrations import CONFIG_VERSION, VERSION_KEY, migrated_config
-from apexrl.run.sections import FeaturesConfig, LoggingConfig, PolicyConfig, SuiteConfig, TaskConfig, VLAConfig
+from apexrl.run.sections import FeaturesConfig, LoggingConfig, PolicyConfig, VLAConfig
+from apexrl.run.suite import SuiteConfig
+from apexrl.run.tasks import TaskConfig
 
-SUITE_ALGORITHMS = ("rloo", "bc")
+POLICY_KINDS: dict[str, type[PolicyConfig | VLAConfig]] = {
+    "mlp": PolicyConfig,
+    "gru": PolicyConfig,
+    "roa": PolicyConfig,
+    "vla": VLAConfig,
+}
+"""``policy.kind`` -> class of the section; the algorithm says which of its policies that is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,36 +41,35 @@ class Config:
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
 
     def __post_init__(self) -> None:
-        kinds = list(ALGORITHMS[self.algo.name][0].policies)
+        kinds = self.algorithm.policies
         if self.policy.kind not in kinds:
             raise ConfigError(
-                f"policy.kind must be one of {kinds} for algo.name '{self.algo.name}', got '{self.policy.kind}'."
+                f"policy.kind must be one of {list(kinds)} for algo.name '{self.algo.name}', got '{self.policy.kind}'."
             )
-        is_suite, takes_suites = isinstance(self.task, SuiteConfig), self.algo.name in SUITE_ALGORITHMS
-        if is_suite != takes_suites:
-            needs = "task.benchmark_name, a suite of tasks," if takes_suites else "task.id, not task.benchmark_name,"
+        source = self.algorithm.learns_from
+        if source not in self.task.collectors:
+            by_suite = source in SuiteConfig.collectors
+            needs = "task.benchmark_name, a suite of tasks," if by_suite else "task.id, not task.benchmark_name,"
             raise ConfigError(f"algo.name '{self.algo.name}' needs {needs} got '{self.task.id}'.")
-        if self.policy.kind == "vla" and isinstance(self.algo, BCConfig):
-            self.algo.require_default_loss()
-        if isinstance(self.task, SuiteConfig) and isinstance(self.algo, RLOOConfig):
-            has_demos = self.task.num_demos or self.task.demos or self.training.init_from
-            if self.algo.imitation_updates and not has_demos:
-                raise ConfigError(
-                    "algo.imitation_updates needs demonstrations: set task.num_demos to record some with the suite's "
-                    f"scripted experts, or task.demos to a directory of them; got {self.task.num_demos} and ''."
-                )
-        if self.training.collector == "ray" and self.task.num_envs % self.training.num_collectors:
-            raise ConfigError(
-                f"task.num_envs must be a multiple of training.num_collectors ({self.training.num_collectors}) with "
-                f"training.collector ray, got {self.task.num_envs}."
-            )
-        known = ("sync", "async") if self.algo.name == "rloo" else ("sync",)
-        if is_suite and self.training.collector not in known:
-            raise ConfigError(
-                f"training.collector must be {' or '.join(known)} with task.benchmark_name and algo.name "
-                f"{self.algo.name}, got '{self.training.collector}'."
-            )
-        self.algo.check_rollout(self.task.num_envs, keeps_sequences=self.policy.kind == "gru")
+        policy = kinds[self.policy.kind]
+        self.algo.check_policy(policy)
+        self.task.check(self)
+        self.algo.check_rollout(self.task.num_envs, keeps_sequences=policy.sequential)
+
+    @property
+    def algorithm(self) -> type[BaseAlgorithm]:
+        """The class of the algorithm."""
+        return ALGORITHMS[self.algo.name][0]
+
+    @property
+    def imitation(self) -> AlgorithmConfig | None:
+        """The imitation that the run begins with, or None."""
+        return self.algo.imitation(self.training.init_from)
+
+    @property
+    def records_demos(self) -> bool:
+        """Whether the run reads demonstrations that it records itself."""
+        return self.task.records_demos and (bool(self.algo.demo_reader) or self.imitation is not None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that YAML and checkpoints can hold."""
@@ -71,7 +78,7 @@ class Config:
 
 CONFIG_SECTIONS: dict[str, tuple[type, ...]] = {
     "task": (TaskConfig, SuiteConfig),
-    "policy": (PolicyConfig, VLAConfig),
+    "policy": tuple(dict.fromkeys(POLICY_KINDS.values())),
     "algo": tuple(config for _, config in ALGORITHMS.values()),
     "training": (TrainingConfig,),
     "logging": (LoggingConfig,),
@@ -93,7 +100,7 @@ def section_class(name: str, values: Mapping[str, Any]) -> type:
     if name == "task":
         return SuiteConfig if "benchmark_name" in values else TaskConfig
     if name == "policy":
-        return VLAConfig if values.get("kind") == "vla" else PolicyConfig
+        return POLICY_KINDS.get(str(values.get("kind")), PolicyConfig)
     if name == "algo":
         wanted = values.get("name", "ppo")
         if not isinstance(wanted, str) or wanted not in ALGORITHMS:
@@ -141,7 +148,7 @@ def field_paths() -> list[str]:
 def field_help(section: type) -> dict[str, str]:
     """Return the sentence below each field of a configuration class, inherited ones first."""
     found: dict[str, str] = {}
-    for cls in reversed(section.__mro__[:-1]):
+    for cls in filter(is_dataclass, reversed(section.__mro__)):
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
         assert isinstance(body, ast.ClassDef)
         for statement, following in zip(body.body, body.body[1:], strict=False):

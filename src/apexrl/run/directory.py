@@ -18,7 +18,6 @@ import yaml
 
 from apexrl.agent import Trainer, checkpoint
 from apexrl.agent.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger
-from apexrl.algorithms import BCConfig, PPOROAConfig, RLOOConfig
 from apexrl.core.errors import ConfigError, RunDirError
 from apexrl.core.system import distributed, files
 from apexrl.core.system.json_lines import cut_json_lines
@@ -26,16 +25,7 @@ from apexrl.core.system.provenance import add_start
 from apexrl.run.build import make_trainer, prepare_device
 from apexrl.run.config import Config, make_config
 from apexrl.run.loading import read_config, with_overrides
-from apexrl.run.sections import SuiteConfig
-from apexrl.run.suite import (
-    FINAL_RESULTS,
-    IMITATION,
-    imitates_first,
-    imitation_config,
-    needs_own_demos,
-    record_own_demos,
-    write_final_results,
-)
+from apexrl.run.suite import FINAL_RESULTS, IMITATION, imitation_config
 
 # What may change when a run goes on: how long, how often, and where to; not what is learned.
 RESUMABLE_SECTIONS = ("training", "logging", "features")
@@ -64,16 +54,13 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
         trainer = make_trainer(config, run_dir, loggers, init_from=init_from)
         trainer.loggers[:0] = file_loggers(config, run_dir)
         trainer.run_lock = lock
-        if isinstance(config.algo, PPOROAConfig) and config.algo.phase == "finetune" and not config.training.init_from:
-            trainer.tell(
-                "algo.phase finetune without training.init_from: encoder and teacher are untrained and stay so. Name a "
-                "run of phase train."
-            )
+        if warning := config.algo.warning(config.training.init_from):
+            trainer.tell(warning)
         distributed.on_main_process(partial(add_start, run_dir, 0, trainer.policy.device))
     except BaseException as error:
         if trainer is not None:
             trainer.close()
-        stopped = isinstance(error, KeyboardInterrupt | SystemExit) and needs_own_demos(config)
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit) and config.records_demos
         is_kept = stopped or (run_dir / IMITATION).exists()
         if distributed.is_main_process() and not is_kept:
             _clear(run_dir)
@@ -120,16 +107,16 @@ def first_weights(config: Config, run_dir: Path, loggers: Sequence[Logger]) -> s
         for logger in loggers:
             logger.message(text)
 
-    task, algo = config.task, config.algo
-    if isinstance(algo, RLOOConfig) and imitates_first(config):
+    imitation = config.imitation
+    if imitation is not None:
         # What is wrong with the run itself is better said now than after the imitation.
-        make_trainer(replace(config, algo=replace(algo, imitation_coef=0.0)), run_dir).close()
+        make_trainer(replace(config, algo=config.algo.without_demos()), run_dir).close()
     try:
-        if isinstance(task, SuiteConfig) and needs_own_demos(config):
-            distributed.on_main_process(lambda: record_own_demos(task, run_dir, tell))
-        if not imitates_first(config):
+        if config.records_demos:
+            distributed.on_main_process(lambda: config.task.record_demos(run_dir, tell))
+        if imitation is None:
             return config.training.init_from
-        return str(_imitate(imitation_config(config, run_dir), run_dir / IMITATION, loggers, tell))
+        return str(_imitate(imitation_config(config, imitation, run_dir), run_dir / IMITATION, loggers, tell))
     except (KeyboardInterrupt, SystemExit):
         tell(f"Stopped before the first rollout. Resume with: apexrl train --resume {run_dir}")
         raise
@@ -144,7 +131,6 @@ def _imitate(config: Config, run_dir: Path, loggers: Sequence[Logger], tell: Cal
             f"algo.imitation_updates is done in one process, not in {distributed.world_size()}: imitate first with "
             "--algo.name bc, without torchrun, and name that run with training.init_from."
         )
-    assert isinstance(config.algo, BCConfig)
     tell(f"Imitating the demonstrations: {config.algo.num_updates:,} updates, in {run_dir}")
     loggers = [logger for logger in loggers if logger.shows_stages]
     has_begun = (run_dir / "config.yaml").is_file()
@@ -153,7 +139,7 @@ def _imitate(config: Config, run_dir: Path, loggers: Sequence[Logger], tell: Cal
         trainer.learn()
         if episodes := trainer.cfg.final_eval_episodes:
             tell(f"After imitation: {trainer.evaluate(episodes).summary()}")
-        write_final_results(run_dir, trainer.iteration, trainer.total_steps, trainer.optimizer_steps)
+        config.task.write_results(run_dir, trainer)
     finally:
         trainer.close()
     return run_dir

@@ -1,116 +1,16 @@
-"""The sections of a configuration that describe task, policy, logs and features."""
+"""The sections of a configuration that describe policy, logs and features."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from apexrl.core.errors import ConfigError, did_you_mean, requirement
-from apexrl.core.metrics import MetricSpec, Reduce
 from apexrl.policies.networks.actor import DistributionName
 from apexrl.policies.vla.policy import FREEZABLE
 
-MAX_NUM_ENVS, MAX_WIDTH, MAX_SUITE_SIZE, MAX_VLA_SIZE = 2**24, 2**20, 4096, 2**14
+MAX_WIDTH, MAX_VLA_SIZE = 2**20, 2**14
 """Beyond what any machine holds: a typing mistake, better refused than tried."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskConfig:
-    """What is trained on."""
-
-    id: str = "lift"
-    """A task that ships with the package or of another simulator (see ``apexrl list``), or a Gymnasium id."""
-    num_envs: int = 64
-    """Environments stepped together."""
-    num_workers: int = 0
-    """Processes that step Gymnasium environments; 0 steps them here, faster unless a step takes a millisecond."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of the task itself."""
-    metrics: dict[str, Any] = field(default_factory=dict)
-    """Numbers of a Gymnasium environment's info to log, by name: how the steps of an episode become one number (sum,
-    mean, max, min or last), or a mapping with reduce, group and event (true: an episode without it counts 0)."""
-
-    @property
-    def metric_specs(self) -> list[MetricSpec]:
-        """What ``metrics`` declares."""
-        return [_metric_spec(name, how) for name, how in self.metrics.items()]
-
-    def __post_init__(self) -> None:
-        _ = self.metric_specs  # refuses what cannot be declared
-        require = requirement(self, "task")
-        require("num_envs", self.num_envs >= 1, "must be at least 1")
-        require("num_envs", self.num_envs <= MAX_NUM_ENVS, f"must be at most {MAX_NUM_ENVS}")
-        workers = f"must lie between 0 and task.num_envs ({self.num_envs})"
-        require("num_workers", 0 <= self.num_workers <= self.num_envs, workers)
-        for name, value in self.kwargs.items():
-            if not _is_plain(value):
-                raise ConfigError(
-                    f"task.kwargs.{name} must be text, a number, a list or a mapping of these, got {value!r}; "
-                    "quote it to make it text."
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SuiteConfig:
-    """A suite of language-conditioned tasks to train on, for rloo and bc; chosen by ``task.benchmark_name``."""
-
-    benchmark_name: str = "mt10"
-    """mt10, mt50, metaworld, metaworld:TASK, or libero_spatial, libero_object, libero_goal, libero_10, libero_90."""
-    task_names_to_use: tuple[str, ...] | None = ()
-    """Tasks of the suite; empty or null for all."""
-    num_parallel_envs: int = 8
-    """Episodes that run side by side, with one inference for all."""
-    num_workers: int | None = None
-    """Processes that simulate; null for one a core, or one an episode where cameras draw; 0 simulates here."""
-    max_cached_envs: int | None = None
-    """Simulators that a process keeps, one a task; beyond that the least recently used one is closed; null for 64.
-    Where cameras draw, of all processes together, at least one for each episode that runs; null for 4."""
-    random_init: bool = False
-    """Start the episodes of training from random states (Meta-World) instead of the suite's fixed set, which papers
-    use; evaluation keeps its own."""
-    reuse_envs: bool = True
-    """Keep the simulators of training for the next batch; false creates those of every batch again."""
-    max_episode_length: int | None = None
-    """Control steps of an episode; null for the suite's own."""
-    chunk: int = 5
-    """Actions that the policy gives at once."""
-    cameras: tuple[str, ...] = ()
-    """Pictures that the policy sees, such as corner2 (Meta-World), or agentview and eye_in_hand (LIBERO)."""
-    image_size: int = 64
-    """Edge of the pictures."""
-    privileged: bool = True
-    """Let the state hold the places of objects and goal where the suite knows them; false: proprioception only."""
-    step_timeout: float = 120.0
-    """Seconds after which a simulator that does not answer is replaced and its episode discarded."""
-    demos: str = ""
-    """Directory of demonstrations that ``apexrl demos`` made, or one file, whose task alone is then imitated; for bc,
-    and for rloo with imitation_updates or imitation_coef."""
-    num_demos: int = 0
-    """Demonstrations of each task that a run records itself with the suite's scripted experts, into demos in the run
-    directory, where task.demos is empty; usually 1 to 50, more make imitation better; 0 records none."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "task_names_to_use", self.task_names_to_use or ())
-        require, most, length = requirement(self, "task"), self.num_parallel_envs, self.max_episode_length
-        for name in ("num_parallel_envs", "max_cached_envs", "chunk", "image_size"):
-            value = getattr(self, name)
-            fits = value is None or 1 <= value <= MAX_SUITE_SIZE
-            require(name, fits, f"must be at least 1 and at most {MAX_SUITE_SIZE}")
-        require("max_episode_length", length is None or length >= 1, "must be at least 1 or null")
-        workers = f"must be null or lie between 0 and task.num_parallel_envs ({most})"
-        require("num_workers", self.num_workers is None or 0 <= self.num_workers <= most, workers)
-        require("num_demos", self.num_demos >= 0, "must not be negative")
-        require("step_timeout", self.step_timeout > 0, "must be positive")
-
-    @property
-    def id(self) -> str:
-        """What is trained on, in a word."""
-        return self.benchmark_name
-
-    @property
-    def num_envs(self) -> int:
-        """Environments stepped together."""
-        return self.num_parallel_envs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +58,23 @@ class PolicyConfig:
     """Widths of the hidden layers of the privileged encoder; only for roa."""
     adapt_dims: tuple[int, ...] = (128, 64)
     """Widths of the hidden layers of the adaptation module; only for roa."""
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """The layers of the actor, as every network takes them."""
+        return {"hidden_dims": self.hidden_dims, "activation": self.activation}
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """The options of ``ActionHead``."""
+        names = ("distribution", "init_std", "min_std", "max_std", "state_dependent_std", "gsde", "gsde_interval")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def critic(self) -> dict[str, Any]:
+        """The options of a critic."""
+        widths = self.hidden_dims if self.critic_hidden_dims is None else self.critic_hidden_dims
+        return {"hidden_dims": widths, "activation": self.activation, "groups": self.critic_groups}
 
     def __post_init__(self) -> None:
         require = requirement(self, "policy")
@@ -278,30 +195,3 @@ class FeaturesConfig:
     """Compile policy and loss: faster on long runs, after a first update that takes some ten seconds longer."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Of matrix products: tf32 is for CUDA; bf16 also runs the networks of the update in bfloat16."""
-
-
-def _metric_spec(name: str, how: Any) -> MetricSpec:
-    """Return the metric that ``task.metrics`` declares under a name."""
-    values = how if isinstance(how, dict) else {"reduce": how}
-    kinds = {"reduce": str, "group": str, "event": bool}
-    for key, value in values.items():
-        if key not in kinds:
-            raise ConfigError(
-                f"task.metrics.{name} takes {', '.join(kinds)}, got '{key}'.{did_you_mean(str(key), kinds)}"
-            )
-        if not isinstance(value, kinds[key]):
-            wanted = {"reduce": f"one of {get_args(Reduce)}", "group": "a string", "event": "true or false"}[key]
-            raise ConfigError(f"task.metrics.{name}.{key} must be {wanted}, got {value!r}.")
-    try:
-        return MetricSpec(name, **values)
-    except ConfigError as error:
-        raise ConfigError(f"task.metrics.{name}: {error}") from error
-
-
-def _is_plain(value: Any) -> bool:
-    """Say whether YAML and checkpoints give a value back as it is."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)

@@ -1,37 +1,46 @@
-"""What a run on a task suite has beside any other: its environments, its collector, and the files of its results."""
+"""Suites of language-conditioned tasks: what a run on one has beside any other."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from tensordict import TensorDict
 
-from apexrl.agent import checkpoint
+from apexrl.agent import Trainer, checkpoint
 from apexrl.agent.loggers import Logger
-from apexrl.agent.trainer import TrainingConfig
-from apexrl.algorithms import BC, RLOO, BaseAlgorithm, BCConfig, RLOOConfig
-from apexrl.collectors import BaseCollector, DemoCollector, RolloutGenerator, RolloutStats, SuiteRunner
+from apexrl.agent.schedule import env_seed
+from apexrl.algorithms import AlgorithmConfig, BaseAlgorithm
+from apexrl.collectors import (
+    AsyncCollector,
+    BaseCollector,
+    DemoCollector,
+    RolloutGenerator,
+    RolloutStats,
+    SuiteRunner,
+)
 from apexrl.collectors.demonstrations.record import Recorded, record_demos
 from apexrl.collectors.demonstrations.samples import SUFFIX, load_demos
 from apexrl.collectors.init_states import read_statistics
-from apexrl.core.errors import ConfigError, EnvError, plural
+from apexrl.core.errors import ConfigError, EnvError, ExportError, plural, requirement
 from apexrl.core.system import distributed
+from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.system.files import write_json
 from apexrl.core.system.json_lines import read_json_lines
 from apexrl.envs.mujoco.simulation import num_cores
-from apexrl.envs.suites import make_suite
-from apexrl.envs.suites.base import TaskSuite
+from apexrl.envs.suites import TaskSuite, make_suite
 from apexrl.envs.suites.env import SuiteVecEnv
-from apexrl.policies import Policy
-from apexrl.run.config import Config
 from apexrl.run.records import is_count
-from apexrl.run.sections import SuiteConfig
 
+if TYPE_CHECKING:
+    from apexrl.run.config import Config
+
+MAX_SUITE_SIZE = 4096
+"""Beyond what any machine holds: a typing mistake, better refused than tried."""
 METRICS_FILE, FINAL_RESULTS, ROLLOUT_STATS = "metrics.json", "final_training_results.json", "rollout_stats.json"
 FIRST_ROLLOUT_STATS = ".rollout_stats_at_start.json"
 """What was known of the init states when the run began."""
@@ -39,154 +48,261 @@ DEMOS, IMITATION = "demos", "imitation"
 """Directories of a run: demonstrations that it recorded itself, and the imitation of them before its first rollout."""
 
 
-def make_suite_env(task: SuiteConfig, device: torch.device | str, num_envs: int | None = None) -> SuiteVecEnv:
-    """Make the environments of a suite; no simulator is made before the first reset.
+@dataclass(frozen=True, kw_only=True)
+class SuiteConfig:
+    """A suite of language-conditioned tasks to train on, for rloo and bc; chosen by ``task.benchmark_name``."""
 
-    Args:
-        task: the suite and its options.
-        device: where tensors are wanted.
-        num_envs: of an evaluation, whose episodes come from the validation states; None makes those of training.
-    """
-    suite = _make_suite(task)
-    count = num_envs or task.num_parallel_envs
-    return SuiteVecEnv(
-        suite,
-        count,
-        chunk=task.chunk,
-        num_workers=None if task.num_workers is None else min(task.num_workers, count),
-        max_cached_envs=task.max_cached_envs,
-        split="val" if num_envs else "train",
-        max_steps=task.max_episode_length,
-        device=device,
-        step_timeout=task.step_timeout,
-    )
+    collectors: ClassVar[Mapping[str, tuple[str, ...]]] = {"groups": ("sync", "async"), "demonstrations": ("sync",)}
 
+    benchmark_name: str = "mt10"
+    """mt10, mt50, metaworld, metaworld:TASK, or libero_spatial, libero_object, libero_goal, libero_10, libero_90."""
+    task_names_to_use: tuple[str, ...] | None = ()
+    """Tasks of the suite; empty or null for all."""
+    num_parallel_envs: int = 8
+    """Episodes that run side by side, with one inference for all."""
+    num_workers: int | None = None
+    """Processes that simulate; null for one a core, or one an episode where cameras draw; 0 simulates here."""
+    max_cached_envs: int | None = None
+    """Simulators that a process keeps, one a task; beyond that the least recently used one is closed; null for 64.
+    Where cameras draw, of all processes together, at least one for each episode that runs; null for 4."""
+    random_init: bool = False
+    """Start the episodes of training from random states (Meta-World) instead of the suite's fixed set, which papers
+    use; evaluation keeps its own."""
+    reuse_envs: bool = True
+    """Keep the simulators of training for the next batch; false creates those of every batch again."""
+    max_episode_length: int | None = None
+    """Control steps of an episode; null for the suite's own."""
+    chunk: int = 5
+    """Actions that the policy gives at once."""
+    cameras: tuple[str, ...] = ()
+    """Pictures that the policy sees, such as corner2 (Meta-World), or agentview and eye_in_hand (LIBERO)."""
+    image_size: int = 64
+    """Edge of the pictures."""
+    privileged: bool = True
+    """Let the state hold the places of objects and goal where the suite knows them; false: proprioception only."""
+    step_timeout: float = 120.0
+    """Seconds after which a simulator that does not answer is replaced and its episode discarded."""
+    demos: str = ""
+    """Directory of demonstrations that ``apexrl demos`` made, or one file, whose task alone is then imitated; for bc,
+    and for rloo with imitation_updates or imitation_coef."""
+    num_demos: int = 0
+    """Demonstrations of each task that a run records itself with the suite's scripted experts, into demos in the run
+    directory, where task.demos is empty; usually 1 to 50, more make imitation better; 0 records none."""
 
-def _make_suite(task: SuiteConfig, **more: Any) -> TaskSuite:
-    if not task.benchmark_name.startswith("libero"):
-        more["privileged"] = task.privileged
-    cameras = {"cameras": task.cameras, "image_size": task.image_size}
-    return make_suite(task.benchmark_name, task.task_names_to_use, **cameras, **more)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "task_names_to_use", self.task_names_to_use or ())
+        require, most, length = requirement(self, "task"), self.num_parallel_envs, self.max_episode_length
+        for name in ("num_parallel_envs", "max_cached_envs", "chunk", "image_size"):
+            value = getattr(self, name)
+            fits = value is None or 1 <= value <= MAX_SUITE_SIZE
+            require(name, fits, f"must be at least 1 and at most {MAX_SUITE_SIZE}")
+        require("max_episode_length", length is None or length >= 1, "must be at least 1 or null")
+        workers = f"must be null or lie between 0 and task.num_parallel_envs ({most})"
+        require("num_workers", self.num_workers is None or 0 <= self.num_workers <= most, workers)
+        require("num_demos", self.num_demos >= 0, "must not be negative")
+        require("step_timeout", self.step_timeout > 0, "must be positive")
 
+    @property
+    def id(self) -> str:
+        """The suite."""
+        return self.benchmark_name
 
-def demo_path(task: SuiteConfig, run_dir: Path) -> Path | None:
-    """Return where the demonstrations of a run are: given, recorded by the run itself, or nowhere."""
-    if task.demos:
-        return Path(task.demos)
-    return run_dir / DEMOS if task.num_demos else None
+    @property
+    def num_envs(self) -> int:
+        """Episodes that run side by side."""
+        return self.num_parallel_envs
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """``max_episode_length``, when it is not the suite's own."""
+        return {} if self.max_episode_length is None else {"max_episode_length": self.max_episode_length}
 
-def record_own_demos(task: SuiteConfig, run_dir: Path, tell: Callable[[str], None]) -> None:
-    """Record the demonstrations that a run is to have, except those of tasks that it recorded before it was stopped.
+    @property
+    def records_demos(self) -> bool:
+        """Whether ``num_demos`` are wanted."""
+        return bool(self.num_demos and not self.demos)
 
-    Raises:
-        ConfigError: when a task has fewer training states than that.
-        EnvError: when the suite has no scripted experts, or one of them never reaches its goal.
-    """
-    directory = run_dir / DEMOS
-    horizon = {} if task.max_episode_length is None else {"horizon": task.max_episode_length}
-    names = _make_suite(task).task_names
-    missing = [name for name in names if not (directory / f"{name}{SUFFIX}").is_file()]
-    if not missing:
-        return
-    suite = _make_suite(replace(task, task_names_to_use=tuple(missing)), **horizon)
-    available = len(suite.init_states(0, "train"))
-    if task.num_demos > available:
-        raise ConfigError(
-            f"task.num_demos must be at most {available}, the training states of a task of '{task.benchmark_name}', "
-            f"got {task.num_demos}."
+    def check(self, config: Config) -> None:
+        """Raise when there are no demonstrations to imitate, or another collector is wanted than suites have."""
+        if config.imitation is not None and not (self.num_demos or self.demos):
+            raise ConfigError(
+                "algo.imitation_updates needs demonstrations: set task.num_demos to record some with the suite's "
+                f"scripted experts, or task.demos to a directory of them; got {self.num_demos} and ''."
+            )
+        known = self.collectors[config.algorithm.learns_from]
+        if config.training.collector not in known:
+            raise ConfigError(
+                f"training.collector must be {' or '.join(known)} with task.benchmark_name and algo.name "
+                f"{config.algo.name}, got '{config.training.collector}'."
+            )
+
+    def with_options(self, options: Mapping[str, Any]) -> SuiteConfig:
+        """Return the suite with this ``max_episode_length``."""
+        if unknown := options.keys() - {"max_episode_length"}:
+            raise ConfigError(f"The manifest has options that no suite has: {', '.join(sorted(unknown))}.")
+        return replace(self, max_episode_length=options.get("max_episode_length"))
+
+    def share(self) -> SuiteConfig:
+        """Return the suite with a share of the environments and workers."""
+        workers = self.num_workers and -(-self.num_workers // distributed.world_size())
+        count = distributed.share(self.num_parallel_envs, "task.num_parallel_envs")
+        return replace(self, num_parallel_envs=count, num_workers=workers)
+
+    def make_env_on(self, suite: TaskSuite, device: torch.device | str, num_workers: int) -> SuiteVecEnv:
+        """Create environments of another suite with the same options."""
+        num_envs = min(self.num_parallel_envs, num_workers) if self.cameras else self.num_parallel_envs
+        task = replace(
+            self,
+            benchmark_name=suite.name,
+            task_names_to_use=tuple(suite.task_names),
+            num_parallel_envs=num_envs,
+            num_workers=min(num_workers, num_envs),
+            max_cached_envs=None,
+            max_episode_length=suite.horizon,
         )
-    what = f"{plural(task.num_demos, 'demonstration')} of {', '.join(missing)}"
-    tell(f"Recording {what} with scripted experts, in {directory}")
+        return task.make_env(device)
 
-    def note(name: str, recorded: Recorded) -> None:
-        failed = f", {recorded.num_failures} attempts failed" if recorded.num_failures else ""
-        tell(f"  {name}: {plural(recorded.num_demos, 'demonstration')}, {recorded.num_steps} steps{failed}")
+    def make_suite(self, **options: Any) -> TaskSuite:
+        """Create the suite."""
+        if not self.benchmark_name.startswith("libero"):
+            options["privileged"] = self.privileged
+        options |= {"cameras": self.cameras, "image_size": self.image_size}
+        return make_suite(self.benchmark_name, self.task_names_to_use, **options)
 
-    num_workers = num_cores() if task.num_workers is None else task.num_workers
-    num_workers = 0 if len(missing) == 1 else min(num_workers, len(missing))
-    try:
-        record_demos(suite, directory, task.num_demos, num_workers=num_workers, on_progress=note)
-    except EnvError as error:
-        raise EnvError(
-            f"task.num_demos: {error} These are options of 'apexrl demos', whose directory task.demos takes; here the "
-            "horizon is task.max_episode_length."
-        ) from error
+    def make_env(self, device: torch.device | str, num_envs: int | None = None) -> SuiteVecEnv:
+        """Create environments; no simulator is created before the first reset.
+
+        Args:
+            device: where tensors are wanted.
+            num_envs: of an evaluation, whose episodes come from the validation states; None creates those of training.
+        """
+        count = num_envs or self.num_parallel_envs
+        return SuiteVecEnv(
+            self.make_suite(),
+            count,
+            chunk=self.chunk,
+            num_workers=None if self.num_workers is None else min(self.num_workers, count),
+            max_cached_envs=self.max_cached_envs,
+            split="val" if num_envs else "train",
+            max_steps=self.max_episode_length,
+            device=device,
+            step_timeout=self.step_timeout,
+        )
+
+    def make_collector(
+        self, config: Config, env: Any, algorithm: BaseAlgorithm, acceleration: Acceleration, run_dir: Path
+    ) -> BaseCollector:
+        """Create a collector of groups of episodes, in this thread or in another, or of demonstrations."""
+        cfg: Any = config.algo
+        samples = self._read_demos(run_dir, env, cfg.demo_reader) if cfg.demo_reader else None
+        if samples is not None:
+            algorithm.remember(samples, is_new=not config.training.init_from)
+            if algorithm.learns_from == "demonstrations":
+                return DemoCollector(samples.to(algorithm.policy.device), cfg.batch_size)
+        path = Path(cfg.rollout_stats_path) if cfg.rollout_stats_path else run_dir / ROLLOUT_STATS
+        own_path = path if distributed.is_main_process() else process_dir(run_dir, distributed.rank()) / ROLLOUT_STATS
+        generator = RolloutGenerator.from_config(
+            SuiteRunner(env, algorithm.policy, random_init=self.random_init),
+            cfg,
+            rollout_stats_path=own_path,
+            reuse_envs=self.reuse_envs,
+            seed=env_seed(config.training.seed),
+        )
+        if (stats := generator.stats) is not None:
+            # The first process creates the directory, and clears it when it fails: the others write there afterwards.
+            distributed.on_main_process(lambda: begin_statistics(stats, run_dir, path))
+            if not distributed.is_main_process():
+                begin_statistics(stats, run_dir, path)
+        if config.training.collector == "sync":
+            return generator
+        max_staleness = config.training.max_staleness
+        return AsyncCollector(env, algorithm.rollout_policy, generator=generator, max_staleness=max_staleness)
+
+    def loggers(self, run_dir: Path) -> list[Logger]:
+        """Create what writes the results of every evaluation."""
+        return [SuiteResults(run_dir)]
+
+    def write_results(self, run_dir: Path, trainer: Trainer) -> Path | None:
+        """Write the file that reports of suites are made from."""
+        return write_final_results(run_dir, trainer.iteration, trainer.total_steps, trainer.optimizer_steps)
+
+    def card(self, source: Path) -> dict[str, Any]:
+        """Policies of suites have no card yet."""
+        raise ExportError(f"{source} was trained on the suite {self.id}; policies of suites cannot be exported yet.")
+
+    def demo_path(self, run_dir: Path) -> Path | None:
+        """Return where the demonstrations of a run are: given, recorded by the run itself, or nowhere."""
+        if self.demos:
+            return Path(self.demos)
+        return run_dir / DEMOS if self.num_demos else None
+
+    def with_demos_of(self, run_dir: Path) -> SuiteConfig:
+        """Return the suite with the demonstrations of a run as given ones."""
+        return replace(self, demos=str(self.demo_path(run_dir)), num_demos=0)
+
+    def record_demos(self, run_dir: Path, tell: Callable[[str], None]) -> None:
+        """Record ``num_demos`` of each task, except those of tasks that the run recorded before it was stopped.
+
+        Raises:
+            ConfigError: when a task has fewer training states than that.
+            EnvError: when the suite has no scripted experts, or one of them never reaches its goal.
+        """
+        directory = run_dir / DEMOS
+        horizon = {} if self.max_episode_length is None else {"horizon": self.max_episode_length}
+        names = self.make_suite().task_names
+        missing = [name for name in names if not (directory / f"{name}{SUFFIX}").is_file()]
+        if not missing:
+            return
+        suite = replace(self, task_names_to_use=tuple(missing)).make_suite(**horizon)
+        available = len(suite.init_states(0, "train"))
+        if self.num_demos > available:
+            raise ConfigError(
+                f"task.num_demos must be at most {available}, the training states of a task of "
+                f"'{self.benchmark_name}', got {self.num_demos}."
+            )
+        what = f"{plural(self.num_demos, 'demonstration')} of {', '.join(missing)}"
+        tell(f"Recording {what} with scripted experts, in {directory}")
+
+        def note(name: str, recorded: Recorded) -> None:
+            failed = f", {recorded.num_failures} attempts failed" if recorded.num_failures else ""
+            tell(f"  {name}: {plural(recorded.num_demos, 'demonstration')}, {recorded.num_steps} steps{failed}")
+
+        num_workers = num_cores() if self.num_workers is None else self.num_workers
+        num_workers = 0 if len(missing) == 1 else min(num_workers, len(missing))
+        try:
+            record_demos(suite, directory, self.num_demos, num_workers=num_workers, on_progress=note)
+        except EnvError as error:
+            raise EnvError(
+                f"task.num_demos: {error} These are options of 'apexrl demos', whose directory task.demos takes; here "
+                "the horizon is task.max_episode_length."
+            ) from error
+
+    def _read_demos(self, run_dir: Path, env: SuiteVecEnv, reader: str) -> TensorDict:
+        path = self.demo_path(run_dir)
+        if path is None:
+            raise ConfigError(
+                f"{reader} needs task.demos, a directory of demonstrations; 'apexrl demos "
+                f"{self.benchmark_name} --per-task 10 --output DIR' records some, and so does the run with "
+                "task.num_demos 10."
+            )
+        try:
+            return load_demos(path, env.suite, self.chunk)
+        except ConfigError as error:
+            raise ConfigError(f"task.demos: {error}") from error
 
 
-def needs_own_demos(config: Config) -> bool:
-    """Whether a run reads demonstrations that it records itself."""
-    task, algo = config.task, config.algo
-    if not isinstance(task, SuiteConfig) or task.demos or not task.num_demos:
-        return False
-    anchored = isinstance(algo, RLOOConfig) and algo.imitation_coef > 0
-    return isinstance(algo, BCConfig) or anchored or imitates_first(config)
-
-
-def imitates_first(config: Config) -> bool:
-    """Whether a run begins with imitation."""
-    return isinstance(config.algo, RLOOConfig) and config.algo.imitation_updates > 0 and not config.training.init_from
-
-
-def imitation_config(config: Config, run_dir: Path) -> Config:
-    """Return the configuration of the imitation that a run of RLOO begins with."""
-    task, algo, training = config.task, config.algo, config.training
-    assert isinstance(task, SuiteConfig)
-    assert isinstance(algo, RLOOConfig)
-    num_updates = algo.imitation_updates
+def imitation_config(config: Config, imitation: AlgorithmConfig, run_dir: Path) -> Config:
+    """Return the configuration of the imitation that a run begins with."""
+    num_updates, training = imitation.num_updates, config.training
     return replace(
         config,
-        task=replace(task, demos=str(demo_path(task, run_dir)), num_demos=0),
-        algo=BCConfig(
-            num_updates=num_updates,
-            batch_size=algo.imitation_batch_size,
-            micro_batch_size=algo.micro_batch_size,
-            learning_rate=algo.imitation_learning_rate,
-            schedule="linear",
-        ),
+        task=config.task.with_demos_of(run_dir),
+        algo=imitation,
         training=replace(
             training, num_train_steps=0, eval_interval=0, save_interval=math.ceil(num_updates / 10), collector="sync"
         ),
         logging=replace(config.logging, log_interval=math.ceil(num_updates / 100), log_freq=0, wandb="disabled"),
     )
-
-
-def make_suite_collector(
-    task: SuiteConfig,
-    algorithm: BaseAlgorithm,
-    cfg: Any,
-    env: SuiteVecEnv,
-    *,
-    seed: int,
-    run_dir: Path,
-    starts_new: bool,
-) -> BaseCollector:
-    """Make what RLOO or BC learns from: groups of rollouts, or demonstrations."""
-    if isinstance(cfg, BCConfig):
-        assert isinstance(algorithm, BC)
-        samples = _read_demos(task, run_dir, env, "algo.name bc")
-        return _demo_collector(samples, algorithm, cfg, starts_new=starts_new)
-    if not isinstance(cfg, RLOOConfig):
-        raise ConfigError(f"task.benchmark_name needs algo.name rloo or bc, got '{cfg.name}'.")
-    if cfg.imitation_coef:
-        assert isinstance(algorithm, RLOO)
-        algorithm.remember(_read_demos(task, run_dir, env, "algo.imitation_coef"))
-    first_path = Path(cfg.rollout_stats_path) if cfg.rollout_stats_path else run_dir / ROLLOUT_STATS
-    path = first_path if distributed.is_main_process() else process_dir(run_dir, distributed.rank()) / ROLLOUT_STATS
-    generator = RolloutGenerator.from_config(
-        SuiteRunner(env, algorithm.policy, random_init=task.random_init),
-        cfg,
-        rollout_stats_path=path,
-        reuse_envs=task.reuse_envs,
-        seed=seed,
-    )
-    if generator.stats is not None:
-        stats = generator.stats
-        # The first process makes the directory, and clears it when it fails: the others write there only afterwards.
-        distributed.on_main_process(lambda: begin_statistics(stats, run_dir, first_path))
-        if not distributed.is_main_process():
-            begin_statistics(stats, run_dir, first_path)
-    return generator
 
 
 def process_dir(run_dir: Path, number: int) -> Path:
@@ -224,49 +340,6 @@ def _of_processes_that_are_no_more(run_dir: Path) -> list[Path]:
         if number.isdecimal() and int(number) >= count and int(number) % count == distributed.rank():
             found.append(path)
     return found
-
-
-def suite_training(training: TrainingConfig, log_freq: int, algo: Any, num_tasks: int) -> TrainingConfig:
-    """Return the schedule with what follows from other sections.
-
-    How often to evaluate, how many steps of BC, and as many episodes for every task.
-    """
-    updates = algo.num_updates if isinstance(algo, BCConfig) else 0
-    return replace(
-        training,
-        eval_interval=log_freq or training.eval_interval,
-        eval_episodes=num_tasks * math.ceil(training.eval_episodes / num_tasks),
-        final_eval_episodes=num_tasks * math.ceil(training.final_eval_episodes / num_tasks),
-        num_train_steps=training.num_train_steps or updates,
-    )
-
-
-@torch.no_grad()
-def explore_with(policy: Policy, init_std: float) -> None:
-    """Set a standard deviation that imitation has left as it was; one that was learned stays."""
-    for name, value in policy.named_parameters():
-        if name.endswith("log_std") and value.numel() > 1 and bool((value == value.flatten()[0]).all()):
-            value.fill_(math.log(init_std))
-
-
-def _demo_collector(samples: TensorDict, algorithm: BC, cfg: BCConfig, *, starts_new: bool) -> DemoCollector:
-    if starts_new:  # else the networks already expect what they were trained with
-        algorithm.set_statistics(samples)
-    return DemoCollector(samples.to(algorithm.policy.device), cfg.batch_size)
-
-
-def _read_demos(task: SuiteConfig, run_dir: Path, env: SuiteVecEnv, reader: str) -> TensorDict:
-    path = demo_path(task, run_dir)
-    if path is None:
-        raise ConfigError(
-            f"{reader} needs task.demos, a directory of demonstrations; 'apexrl demos "
-            f"{task.benchmark_name} --per-task 10 --output DIR' records some, and so does the run with task.num_demos "
-            "10."
-        )
-    try:
-        return load_demos(path, env.suite, task.chunk)
-    except ConfigError as error:
-        raise ConfigError(f"task.demos: {error}") from error
 
 
 class SuiteResults(Logger):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,10 +18,8 @@ from apexrl.core.metrics import EpisodeMetrics
 from apexrl.envs import VecEnv
 from apexrl.envs.suites.base import TaskSuite
 from apexrl.policies import Policy
-from apexrl.run.build import load_content, make_policy, make_task, prepare_device
+from apexrl.run.build import load_content, make_policy, prepare_device
 from apexrl.run.config import Config, make_config
-from apexrl.run.sections import SuiteConfig
-from apexrl.run.suite import make_suite_env
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class TrainedPolicy:
 
     def make_env(self, num_envs: int) -> VecEnv:
         """Make environments of the task that it was trained on."""
-        return make_task(self.config, self.device, num_envs)
+        return self.config.task.make_env(self.device, num_envs)
 
     def plans(self, suite: TaskSuite, per_task: int, *, start: int = 0, num_workers: int = 1) -> Plans:
         """Let the policy act from the training states of a suite, which may show others what it does not see.
@@ -52,19 +50,10 @@ class TrainedPolicy:
             ConfigError: when the policy is of no suite, or of one with other observations or actions.
         """
         task = self.config.task
-        if not isinstance(task, SuiteConfig):
+        env = task.make_env_on(suite, self.device, num_workers)
+        if env is None:
             raise ConfigError(f"{self.checkpoint} was trained on '{task.id}', which is no suite of tasks.")
-        num_envs = min(task.num_parallel_envs, num_workers) if task.cameras else task.num_parallel_envs
-        here = replace(
-            task,
-            benchmark_name=suite.name,
-            task_names_to_use=tuple(suite.task_names),
-            num_parallel_envs=num_envs,
-            num_workers=min(num_workers, num_envs),
-            max_cached_envs=None,
-            max_episode_length=suite.horizon,
-        )
-        env, known = make_suite_env(here, self.device), make_suite_env(task, self.device)
+        known = task.make_env(self.device)
         if (env.observation_space, env.action_space) != (known.observation_space, known.action_space):
             raise ConfigError(
                 f"{self.checkpoint} was trained on '{task.id}' and cannot act on '{suite.name}', whose observations or "
@@ -89,7 +78,7 @@ def load_trained(source: Path) -> TrainedPolicy:
     except ConfigError:  # trained on a device that this machine does not have
         device = find_device()
     try:
-        env = make_task(config, device, 1)
+        env = config.task.make_env(device, 1)
     except EnvError as error:
         if recipe is None:
             raise

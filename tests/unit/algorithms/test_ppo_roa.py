@@ -17,7 +17,8 @@ from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import Evaluation
 from apexrl.policies import Policy
 from apexrl.run.build import make_policy
-from apexrl.run.sections import PolicyConfig, TaskConfig
+from apexrl.run.sections import PolicyConfig
+from apexrl.run.tasks import TaskConfig
 
 NUM_ENVS, NUM_STEPS = 8, 8
 MODULES = ("encoder_priv", "actor", "actor_adapt", "adapt_module", "adapt_ema", "critic")

@@ -672,11 +672,6 @@ def test_impossible_options_are_refused(options: dict[str, Any], named: tuple[ob
         RLOOConfig(**options)
 
 
-def test_a_memory_is_refused() -> None:
-    with refused(ConfigError, "policy.kind", "'gru'", "'rloo'"):
-        RLOOConfig().check_rollout(8, keeps_sequences=True)
-
-
 def test_a_batch_without_groups_is_refused() -> None:
     algorithm, batch = setup()
     with refused(KeyError, "RLOO.update", "'group'", "RolloutGenerator"):

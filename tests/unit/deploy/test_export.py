@@ -33,7 +33,6 @@ from apexrl.rollout import initial_state, make_actor, rollout
 from apexrl.run import directory as run
 from apexrl.run import trained_policy
 from apexrl.run.loading import load_config
-from apexrl.run.sections import TaskConfig
 
 FEW = {
     "task.num_envs": "4",
@@ -386,7 +385,7 @@ def test_the_card_says_what_the_caller_does_with_an_action(space: gym.Space[Any]
 )  # fmt: skip
 def test_the_control_rate_is_the_tasks(task: str, hz: float | None) -> None:
     env = make_env(task, 1)
-    assert export_card.control(env, TaskConfig(id=task))["hz"] == hz
+    assert export_card.control(env)["hz"] == hz
     env.close()
 
 

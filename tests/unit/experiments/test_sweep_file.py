@@ -34,7 +34,7 @@ def test_a_file_with_little_in_it() -> None:
     assert (epochs.is_integer, gamma.is_integer) == (True, False)
     assert dims.choices == ([8], [16, 16])
     config = sweep.config({"algo.learning_rate": 1e-05, "policy.hidden_dims": [16, 16]})
-    assert config.algo.learning_rate == 1e-05
+    assert config.to_dict()["algo"]["learning_rate"] == 1e-05
     assert config.to_dict()["policy"]["hidden_dims"] == [16, 16]
     assert config.training.device == "cpu"
     assert config.task.id == "CartPole-v1"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,11 +20,13 @@ from apexrl.algorithms import PPOConfig
 from apexrl.cli.main import main
 from apexrl.core.errors import ConfigError, EnvError
 from apexrl.core.metrics import MetricSpec
+from apexrl.policies import VLAPolicy
+from apexrl.policies.networks.actor import ActionHead
 from apexrl.policies.vla.policy import FREEZABLE
-from apexrl.run.build import make_task
 from apexrl.run.config import CONFIG_SECTIONS, Config, field_help, field_paths, make_config
 from apexrl.run.loading import load_config, parse_yaml, preset_names, preset_summary, read_source, with_overrides
-from apexrl.run.sections import PolicyConfig, TaskConfig, VLAConfig
+from apexrl.run.sections import PolicyConfig, VLAConfig
+from apexrl.run.tasks import TaskConfig
 
 PRESETS = ["cartpole_ppo", "halfcheetah_ppo", "hopper_ppo", "lift_ppo", "pendulum_ppo", "walker2d_ppo"]
 VLA = {"kind": "vla"}
@@ -121,10 +123,10 @@ def test_metrics_are_declared_in_yaml_and_on_the_command_line(tmp_path: Path) ->
         MetricSpec("x", group="mine"),
     ]
     config = load_config("cartpole_ppo", [("task.metrics", "{x: mean}")])
-    assert make_task(config, torch.device("cpu"), 1).metric_specs == {"x": MetricSpec("x", "mean")}
+    assert config.task.make_env("cpu", 1).metric_specs == {"x": MetricSpec("x", "mean")}
     config = load_config("lift_ppo", [("task.metrics.x", "mean")])
     with refused(EnvError, "task.id lift", "metrics"):
-        make_task(config, torch.device("cpu"), 1)
+        config.task.make_env("cpu", 1)
 
 
 def test_overrides_do_not_change_what_they_are_given() -> None:
@@ -136,8 +138,8 @@ def test_overrides_do_not_change_what_they_are_given() -> None:
 def test_numbers_in_scientific_notation_are_numbers_also_where_yaml_reads_text(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("algo: {learning_rate: 1e-3}\ntraining: {total_timesteps: 1e6}\n")
     config = load_config(str(tmp_path / "a.yaml"), [("algo.adam_eps", "1e-7"), ("task.num_envs", "1e2")])
-    assert config.algo.learning_rate == 0.001
-    assert config.algo.adam_eps == 1e-7
+    algo = config.to_dict()["algo"]
+    assert (algo["learning_rate"], algo["adam_eps"]) == (0.001, 1e-7)
     assert (config.training.total_timesteps, config.task.num_envs) == (1_000_000, 100)
     assert isinstance(config.training.total_timesteps, int)
 
@@ -323,25 +325,34 @@ def test_any_file_is_taken_or_refused(text: str) -> None:
 # Every field counts
 
 
+TAKEN_BY_NAME = {VLAConfig: VLAPolicy, PolicyConfig: ActionHead}
+"""Networks that are given fields as options of the same name."""
+
+
 def _reads(sources: Iterable[Path]) -> set[tuple[str, str]]:
     """Return (owner, attribute) of every attribute read, outside the checks that configurations make of themselves."""
     found: set[tuple[str, str]] = set()
 
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
+    def visit(node: ast.AST, inside: str = "") -> None:
+        if isinstance(node, ast.FunctionDef) and node.name in ("__post_init__", "check"):
             return
+        if isinstance(node, ast.ClassDef):
+            inside = node.name
         if isinstance(node, ast.Attribute):
-            found.add((ast.unparse(node.value).rpartition(".")[2], node.attr))
+            owner = ast.unparse(node.value).rpartition(".")[2]
+            found.add((inside if owner == "self" else owner, node.attr))
         for child in ast.iter_child_nodes(node):
-            visit(child)
+            visit(child, inside)
 
     for source in sources:
         visit(ast.parse(source.read_text()))
     return found
 
 
-def _unread(section: str, names: Iterable[str], reads: set[tuple[str, str]]) -> list[str]:
-    return [name for name in names if not {(section, name), ("cfg", name), ("roa_cfg", name)} & reads]
+def _unread(section: str, cls: type, names: Iterable[str], reads: set[tuple[str, str]]) -> list[str]:
+    taken = inspect.signature(TAKEN_BY_NAME[cls]).parameters if cls in TAKEN_BY_NAME else ()
+    owners = (section, cls.__name__, "cfg", "roa_cfg")
+    return [name for name in names if name not in taken and not any((owner, name) in reads for owner in owners)]
 
 
 CLASSES = [(section, cls) for section, classes in CONFIG_SECTIONS.items() for cls in classes]
@@ -350,8 +361,8 @@ CLASSES = [(section, cls) for section, classes in CONFIG_SECTIONS.items() for cl
 @pytest.mark.parametrize(("section", "cls"), CLASSES)
 def test_every_field_is_read_by_something(section: str, cls: type) -> None:
     reads = _reads(SOURCES)
-    assert _unread(section, [entry.name for entry in fields(cls)], reads) == []
-    assert _unread(section, ["made_up"], reads) == ["made_up"]
+    assert _unread(section, cls, [entry.name for entry in fields(cls)], reads) == []
+    assert _unread(section, cls, ["made_up"], reads) == ["made_up"]
 
 
 @pytest.mark.parametrize(("section", "cls"), CLASSES)
@@ -374,9 +385,9 @@ def test_the_help_shows_every_field_with_its_sentence(capsys: pytest.CaptureFixt
 
 
 def test_configurations_cannot_be_changed_in_place() -> None:
-    config = Config()
+    algo: Any = Config().algo
     with pytest.raises(AttributeError):
-        config.algo.learning_rate = 0.5  # type: ignore[misc]
+        algo.learning_rate = 0.5
 
 
 @pytest.mark.parametrize(

@@ -12,23 +12,32 @@ from tensordict import TensorDict
 from tests.point_suite import GOALS, PointSimulator, PointSuite
 
 from apexrl import ActorCritic, TrainingConfig
-from apexrl.algorithms import BC, BCConfig, RLOOConfig
+from apexrl.algorithms import BC, AlgorithmConfig, BCConfig, RLOOConfig
+from apexrl.algorithms.rloo import explore_with
 from apexrl.core.system.json_lines import append_json_line
 from apexrl.envs.suites.base import Simulator, Split
 from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.evaluation.evaluate import evaluate
 from apexrl.policies import VLAPolicy
+from apexrl.run.build import schedule
+from apexrl.run.config import Config
 from apexrl.run.loading import load_config
-from apexrl.run.sections import SuiteConfig
-from apexrl.run.suite import explore_with, imitation_config, suite_training, write_final_results
+from apexrl.run.sections import LoggingConfig, VLAConfig
+from apexrl.run.suite import SuiteConfig, imitation_config, write_final_results
 
 
 def test_every_task_is_evaluated_as_often_as_the_others() -> None:
     training = TrainingConfig(eval_episodes=4, final_eval_episodes=20, eval_interval=3)
-    schedule = suite_training(training, 7, RLOOConfig(), num_tasks=3)
-    assert (schedule.eval_episodes, schedule.final_eval_episodes, schedule.eval_interval) == (6, 21, 7)
-    assert suite_training(training, 0, BCConfig(num_updates=5), num_tasks=3).num_train_steps == 5
-    assert suite_training(training, 0, BCConfig(), num_tasks=3).eval_interval == 3
+
+    def scheduled(algo: AlgorithmConfig, log_freq: int) -> TrainingConfig:
+        logging = LoggingConfig(log_freq=log_freq)
+        config = Config(task=SuiteConfig(), policy=VLAConfig(), algo=algo, training=training, logging=logging)
+        return schedule(config, num_tasks=3)
+
+    found = scheduled(RLOOConfig(), 7)
+    assert (found.eval_episodes, found.final_eval_episodes, found.eval_interval) == (6, 21, 7)
+    assert scheduled(BCConfig(num_updates=5), 0).num_train_steps == 5
+    assert scheduled(BCConfig(), 0).eval_interval == 3
 
 
 def test_a_deterministic_evaluation_runs_no_episode_twice() -> None:
@@ -124,7 +133,8 @@ def test_an_episode_whose_worker_died_is_no_failure_of_the_policy() -> None:
 
 def test_imitation_before_a_run_that_collects_in_the_background_does_not() -> None:
     config = load_config("stage11_ript_vla", [("training.collector", "async"), ("algo.imitation_updates", "25")])
-    first = imitation_config(config, Path("runs/x"))
+    assert config.imitation is not None
+    first = imitation_config(config, config.imitation, Path("runs/x"))
     assert (first.training.collector, first.algo.name, first.policy) == ("sync", "bc", config.policy)
     assert isinstance(first.task, SuiteConfig)
     assert (first.task.demos, first.task.num_demos) == (str(Path("runs/x/demos")), 0)

@@ -181,6 +181,12 @@ class GymVecEnv(VecEnv):
             raise EnvStateError(f"The state is of {len(state['envs'])} environments, there are {self.num_envs} here.")
         self._group.load([_map_values(_to_numpy, Tensor, s) for s in state["envs"]])
 
+    def step_time(self) -> tuple[float | None, float | None]:
+        """Return what another environment of the kind says: its ``dt``, and ``render_fps`` of its metadata."""
+        with contextlib.closing(self._make_fns[0]()) as one:
+            seconds, fps = getattr(one.unwrapped, "dt", None), one.metadata.get("render_fps")
+        return seconds if isinstance(seconds, int | float) and seconds > 0 else None, fps
+
     def render(self, index: int = 0) -> NDArray[np.uint8]:
         """Draw environment ``index`` as an ``[H, W, 3]`` picture."""
         try:

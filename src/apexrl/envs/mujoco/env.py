@@ -351,6 +351,10 @@ class MujocoVecEnv(VecEnv):
                 "restore with the same models or randomize."
             )
 
+    def step_time(self) -> tuple[float | None, float | None]:
+        """Return the time of the physics steps in one step."""
+        return self.models[0].opt.timestep * self.task.frame_skip, None
+
     def render(self, index: int = 0) -> NDArray[np.uint8]:
         """Draw environment ``index`` as a ``[480, 480, 3]`` picture.
 

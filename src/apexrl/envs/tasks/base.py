@@ -51,6 +51,8 @@ class TensorTask(VecEnv):
     """
 
     state_size: ClassVar[int]
+    dt: ClassVar[float | None] = None
+    """Simulated seconds of a step; None for a task without time."""
     metrics: ClassVar[tuple[MetricSpec, ...]] = ()
     capturable = True
     max_episode_steps: int
@@ -176,6 +178,10 @@ class TensorTask(VecEnv):
         self.generator.set_state(state["generator"].cpu())
         self.state.copy_(state["state"])
         self.elapsed.copy_(state["elapsed"])
+
+    def step_time(self) -> tuple[float | None, float | None]:
+        """Return ``dt``."""
+        return self.dt, None
 
     def render(self, index: int = 0) -> NDArray[np.uint8]:
         """Draw environment ``index`` as a ``[300, 400, 3]`` picture."""

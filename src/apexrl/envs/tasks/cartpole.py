@@ -31,6 +31,7 @@ class CartPole(TensorTask):
     """
 
     state_size = 4
+    dt = DT
 
     def __init__(self, num_envs: int, device: torch.device | str = "cpu", *, max_episode_steps: int = 500) -> None:
         high = np.array([2 * X_LIMIT, np.inf, 2 * ANGLE_LIMIT, np.inf], dtype=np.float32)

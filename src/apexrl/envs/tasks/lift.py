@@ -90,6 +90,7 @@ class Lift(TensorTask):
     """
 
     state_size = len(COLUMNS)
+    dt = DT
     metrics = (
         MetricSpec("reach_reward"),
         MetricSpec("grasp_reward"),

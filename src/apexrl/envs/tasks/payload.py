@@ -106,6 +106,7 @@ class Payload(TensorTask):
     frame_parts: ClassVar[Mapping[str, int]] = FRAME_PARTS
     """What a frame holds, and how many numbers each part takes."""
     state_size = sum(FRAME_SECTIONS.values())
+    dt = DT
     metrics = (
         MetricSpec("tracking_reward"),
         MetricSpec("smoothness_reward"),

@@ -27,6 +27,7 @@ class Pendulum(TensorTask):
     """
 
     state_size = 2
+    dt = DT
 
     def __init__(self, num_envs: int, device: torch.device | str = "cpu", *, max_episode_steps: int = 200) -> None:
         high = np.array([1.0, 1.0, MAX_SPEED], dtype=np.float32)

@@ -57,7 +57,7 @@ class LeRobotPolicy(Policy):
         cameras: LeRobot's name of each of our camera groups; None keeps the names.
     """
 
-    has_value = False
+    has_value, has_own_loss = False, True
 
     def __init__(
         self,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import asdict, replace
+from typing import Any, Literal, Self
 
 import gymnasium as gym
 import numpy as np
@@ -69,6 +69,8 @@ class VLAPolicy(Policy):
         freeze: parts that are not trained: vision, text, state, prefix, expert.
         value_head: value states, for PPO: a small network on the mean of the prefix's tokens.
     """
+
+    has_own_loss = True
 
     def __init__(
         self,
@@ -157,6 +159,13 @@ class VLAPolicy(Policy):
             self.critic = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), nn.GELU(), nn.Linear(D, 1))
         self.has_value = value_head
         self.extra_keys = () if self.flow is None else (DENOISING,)
+
+    @classmethod
+    def from_config(cls, cfg: Any, env: Any, critic_options: Mapping[str, Any], *, needs_value: bool) -> Self:
+        """Create the policy of a ``VLAConfig``, whose fields are its options; it plans as the environment acts."""
+        options = asdict(cfg)
+        del options["kind"]
+        return cls.for_env(env, **options, chunk=env.chunk, value_head=needs_value)
 
     def set_statistics(
         self,
