@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from tests.point_suite import GOALS, PointSimulator, PointSuite
 
 from apexrl import ActorCritic, TrainingConfig
-from apexrl.algorithms import BC, AlgorithmConfig, BCConfig, RLOOConfig
+from apexrl.algorithms import BC, RLOO, AlgorithmConfig, BCConfig, RLOOConfig
 from apexrl.algorithms.rloo import explore_with
 from apexrl.core.system.json_lines import append_json_line
 from apexrl.envs.suites.base import Simulator, Split
@@ -87,6 +87,17 @@ def test_exploration_is_set_where_imitation_left_it_and_kept_where_it_was_learne
     learned = log_std.detach().clone()
     explore_with(policy, 0.5)
     assert torch.equal(log_std, learned)
+
+
+def test_the_policy_that_a_penalty_compares_with_explores_as_the_trained_one_does() -> None:
+    env = SuiteVecEnv(PointSuite(), 1, num_workers=0)
+    policy = ActorCritic.for_env(env, actor_cfg={"groups": ["state"], "init_std": 0.4})
+    algorithm = RLOO(policy=policy, cfg=RLOOConfig(kl_coef=0.1))
+    algorithm.begin_trained(0.9)
+    assert algorithm.reference is not None
+    for explores in (policy, algorithm.reference):
+        log_std = explores.get_parameter("actor.action_head.log_std")
+        torch.testing.assert_close(log_std.exp(), torch.full_like(log_std, 0.9))
 
 
 def test_padding_has_no_part_in_the_statistics_of_actions() -> None:
