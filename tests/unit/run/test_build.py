@@ -48,7 +48,7 @@ def test_a_new_algorithm_needs_an_entry_and_nothing_else(tmp_path: Path, monkeyp
     monkeypatch.setitem(ALGORITHMS, "still", (Still, StillConfig))
     trainer = make_trainer(make_config({**RAW, "training": {"device": "cpu", "total_timesteps": 24}}), tmp_path)
     assert isinstance(trainer.collector, SyncCollector)
-    assert trainer.collector.keep == Still.required_keys | {"pre_tanh"}
+    assert trainer.collector.keep == {*Still.required_keys, "pre_tanh"}
     trainer.learn()
     trainer.close()
     assert (trainer.iteration, trainer.total_steps) == (2, 24)
