@@ -35,10 +35,10 @@ from scipy import stats
 from apexrl import PPO, PPOConfig, SyncCollector, Trainer
 from apexrl.agent import TrainingConfig
 from apexrl.core.system.acceleration import Acceleration
+from apexrl.policies.config import PolicyConfig
 from apexrl.run.build import make_policy
 from apexrl.run.config import Config
 from apexrl.run.loading import load_config
-from apexrl.run.sections import PolicyConfig
 
 PRESETS = {"HalfCheetah-v5": "halfcheetah_ppo", "Hopper-v5": "hopper_ppo", "Walker2d-v5": "walker2d_ppo"}
 SEEDS = tuple(range(100, 110))

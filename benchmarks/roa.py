@@ -42,12 +42,12 @@ from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import OBS_KEY, OBSERVATION
 from apexrl.envs import VecEnv
 from apexrl.policies import Policy
+from apexrl.policies.config import PolicyConfig
 from apexrl.policies.networks import MLPActor
 from apexrl.rollout import make_actor, rollout
 from apexrl.run.build import make_policy
 from apexrl.run.config import Config
 from apexrl.run.loading import load_config
-from apexrl.run.sections import PolicyConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ import torch
 
 from apexrl import PPO, PPOROA, ActorCritic, PPOConfig, PPOROAConfig, SyncCollector, make_env
 from apexrl.core.system.acceleration import Acceleration
+from apexrl.policies.config import PolicyConfig
 from apexrl.run.build import make_policy
 from apexrl.run.loading import load_config
-from apexrl.run.sections import PolicyConfig
 
 
 def seconds(algorithm: Any, env: Any, iters: int) -> float:

@@ -21,10 +21,10 @@ from apexrl.core.errors import CheckpointError, ConfigError
 from apexrl.core.metrics import Weighted, merged_collection, merged_to_host
 from apexrl.core.system import distributed
 from apexrl.envs.suites.env import SuiteVecEnv
+from apexrl.policies.config import VLAConfig
 from apexrl.run import directory as run
 from apexrl.run.config import Config
 from apexrl.run.loading import load_config
-from apexrl.run.sections import VLAConfig
 from apexrl.run.suite import ROLLOUT_STATS, SuiteConfig, begin_statistics, process_dir
 
 pytestmark = pytest.mark.slow

@@ -24,9 +24,9 @@ from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import VALUE
 from apexrl.envs import VecEnv
 from apexrl.policies import Policy
+from apexrl.policies.config import PolicyConfig, VLAConfig
 from apexrl.policies.vla.lora import with_adapters
 from apexrl.run.config import Config
-from apexrl.run.sections import PolicyConfig, VLAConfig
 
 
 def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), *, init_from: str = "") -> Trainer:

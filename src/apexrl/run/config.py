@@ -16,17 +16,10 @@ from apexrl.agent.trainer import TrainingConfig
 from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig
 from apexrl.core.errors import ConfigError, did_you_mean
 from apexrl.core.system.migrations import CONFIG_VERSION, VERSION_KEY, migrated_config
-from apexrl.run.sections import FeaturesConfig, LoggingConfig, PolicyConfig, VLAConfig
+from apexrl.policies.config import POLICY_KINDS, PolicyConfig, VLAConfig
+from apexrl.run.sections import FeaturesConfig, LoggingConfig
 from apexrl.run.suite import SuiteConfig
 from apexrl.run.tasks import TaskConfig
-
-POLICY_KINDS: dict[str, type[PolicyConfig | VLAConfig]] = {
-    "mlp": PolicyConfig,
-    "gru": PolicyConfig,
-    "roa": PolicyConfig,
-    "vla": VLAConfig,
-}
-"""``policy.kind`` -> class of the section; the algorithm says which of its policies that is."""
 
 
 @dataclass(frozen=True, kw_only=True)

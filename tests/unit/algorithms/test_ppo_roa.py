@@ -16,8 +16,8 @@ from apexrl.core.errors import CheckpointError, ConfigError, DivergenceError
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import Evaluation
 from apexrl.policies import Policy
+from apexrl.policies.config import PolicyConfig
 from apexrl.run.build import make_policy
-from apexrl.run.sections import PolicyConfig
 from apexrl.run.tasks import TaskConfig
 
 NUM_ENVS, NUM_STEPS = 8, 8

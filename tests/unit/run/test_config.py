@@ -21,11 +21,11 @@ from apexrl.cli.main import main
 from apexrl.core.errors import ConfigError, EnvError
 from apexrl.core.metrics import MetricSpec
 from apexrl.policies import VLAPolicy
+from apexrl.policies.config import PolicyConfig, VLAConfig
 from apexrl.policies.networks.actor import ActionHead
 from apexrl.policies.vla.policy import FREEZABLE
 from apexrl.run.config import CONFIG_SECTIONS, Config, field_help, field_paths, make_config
 from apexrl.run.loading import load_config, parse_yaml, preset_names, preset_summary, read_source, with_overrides
-from apexrl.run.sections import PolicyConfig, VLAConfig
 from apexrl.run.tasks import TaskConfig
 
 PRESETS = ["cartpole_ppo", "halfcheetah_ppo", "hopper_ppo", "lift_ppo", "pendulum_ppo", "walker2d_ppo"]

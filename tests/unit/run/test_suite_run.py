@@ -19,10 +19,11 @@ from apexrl.envs.suites.base import Simulator, Split
 from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.evaluation.evaluate import evaluate
 from apexrl.policies import VLAPolicy
+from apexrl.policies.config import VLAConfig
 from apexrl.run.build import schedule
 from apexrl.run.config import Config
 from apexrl.run.loading import load_config
-from apexrl.run.sections import LoggingConfig, VLAConfig
+from apexrl.run.sections import LoggingConfig
 from apexrl.run.suite import SuiteConfig, imitation_config, write_final_results
 
 

@@ -28,11 +28,11 @@ from apexrl.core.system.migrations import (
     migrated_config,
 )
 from apexrl.envs import make_env
+from apexrl.policies.config import PolicyConfig
 from apexrl.run import build
 from apexrl.run import directory as run
 from apexrl.run.config import CONFIG_SECTIONS, make_config
 from apexrl.run.loading import load_config, preset_names, read_config
-from apexrl.run.sections import PolicyConfig
 
 FIELDS = Path(__file__).parents[3] / "fields.json"
 SMALL = {"policy.hidden_dims": "[4]", "training.device": "cpu", "features.save_video": "false"}
