@@ -257,6 +257,7 @@ REFUSALS = (
         "1000000000000000000000000000000",
     ),
     Refusal("lift_ppo", {"training.num_threads": "5000"}, ConfigError, "training.num_threads", "5000"),
+    Refusal("lift_ppo", {"training.save_minutes": "-1"}, ConfigError, "training.save_minutes", "-1.0"),
     Refusal("lift_ppo", {"logging.log_interval": "0"}, ConfigError, "logging.log_interval", "0"),
     Refusal("lift_ppo", {"logging.wandb": "'on'"}, ConfigError, "logging.wandb", "'on'"),
     Refusal("lift_ppo", {"features.save_video": "perhaps"}, ConfigError, "features.save_video", "'perhaps'"),

@@ -6,8 +6,11 @@ The minibatches of several processes are the unions of theirs, so one process ge
 from __future__ import annotations
 
 import itertools
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -33,7 +36,7 @@ from apexrl import (
     VecEnv,
     make_env,
 )
-from apexrl.agent import TrainingConfig
+from apexrl.agent import TrainingConfig, checkpoint
 from apexrl.agent.trainer import env_seed
 from apexrl.algorithms.minibatches import bounds
 from apexrl.core.errors import DivergenceError
@@ -320,6 +323,23 @@ def collection() -> dict[str, Tensor]:
     return {name: torch.tensor(value) for name, value in merged_collection(numbers).items()}
 
 
+def saves_by_the_clock() -> dict[str, Tensor]:
+    """Save iterations that end six minutes apart by the clock of the first process, whatever the other says."""
+    algorithm = _make_ppo(num_minibatches=1)
+    cfg = TrainingConfig(save_interval=50, save_minutes=10, keep_checkpoints=0)
+    save_dir = Path(distributed.on_main_process(tempfile.mkdtemp))
+    trainer = Trainer(Slice("lift"), algorithm.policy, algorithm, cfg, save_dir=save_dir)
+    trainer.checkpointer.last_time = 0.0
+    trainer.checkpointer.clock = lambda: 360.0 * trainer.iteration * distributed.is_main_process()
+    with alike(1):
+        trainer.learn(NUM_ENVS * NUM_STEPS * 6)
+    saved = [checkpoint.load(path)["iteration"] for path in checkpoint.numbered(save_dir)]
+    distributed.all_gather_object(None)  # both have read them
+    distributed.on_main_process(lambda: shutil.rmtree(save_dir))
+    assert saved == [2, 4, 5], saved
+    return {"saved": torch.tensor(saved)}
+
+
 CASES: dict[str, Callable[[], dict[str, Tensor]]] = {
     "one minibatch": lambda: ppo_updates(num_minibatches=1),
     "minibatches": lambda: ppo_updates(num_minibatches=3, num_epochs=3, normalize_reward=True),
@@ -336,4 +356,5 @@ CASES: dict[str, Callable[[], dict[str, Tensor]]] = {
     "own noise": own_noise,
     "beginning": beginning,
     "collection": collection,
+    "clock": saves_by_the_clock,
 }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +11,8 @@ import torch
 from tests.point_suite import PointSuite
 from tests.refusals import refused
 
-from apexrl import PPO, RLOO, ActorCritic, PPOConfig, RLOOConfig, Trainer, cli, make_env
-from apexrl.agent import TrainingConfig, checkpoint, signals
-from apexrl.agent.state import SLOW_ITERATION
+from apexrl import RLOO, ActorCritic, RLOOConfig, Trainer, cli
+from apexrl.agent import checkpoint
 from apexrl.collectors import RolloutStats
 from apexrl.core.errors import CheckpointError, ConfigError
 from apexrl.core.metrics import Weighted, merged_collection, merged_to_host
@@ -200,46 +197,3 @@ def test_what_another_process_still_writes_does_not_hide_why_a_run_did_not_start
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
     with refused(ConfigError, "the cause"):
         run.start(load_config("lift_ppo"), tmp_path / "run")
-
-
-# Signals
-
-
-def test_the_first_of_several_saves_what_a_long_iteration_began_with(
-    tmp_path: Path, pretend: Pretend, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    env = make_env("lift", 2)
-    policy = ActorCritic.for_env(env, actor_cfg={"hidden_dims": [4]})
-    algorithm = PPO(policy=policy, cfg=PPOConfig(num_steps=4, num_minibatches=1))
-    trainer = Trainer(env, policy, algorithm, TrainingConfig(seed=0, save_interval=0), save_dir=tmp_path)
-    path, before = tmp_path / checkpoint.checkpoint_name(1), {}
-    monkeypatch.setattr(signals, "TORCHRUN_PATIENCE", signals.TIME_TO_SAVE + 0.01)
-    monkeypatch.setattr(distributed, "all_gather_object", lambda value: [value])
-
-    def take_long(*_: object) -> None:
-        if trainer.iteration == 1:
-            time.sleep(SLOW_ITERATION + 0.1)
-            before.update({name: value.clone() for name, value in policy.state_dict().items()})
-            pretend(0, 2)
-
-    def terminate(*_: object) -> None:
-        if trainer.iteration == 1:
-            with torch.no_grad():
-                next(policy.parameters()).add_(1.0)  # the iteration continues
-            pretend(0, 2)
-            signal.raise_signal(signal.SIGTERM)
-            end = time.monotonic() + 30
-            while not path.exists() and time.monotonic() < end:
-                time.sleep(0.01)
-            pretend(0, 1)
-
-    trainer.add_callback("post_iteration", take_long)
-    trainer.add_callback("pre_iteration", lambda *_: pretend(0, 1))
-    trainer.add_callback("pre_update", terminate)
-    with pytest.raises(SystemExit) as left:
-        trainer.learn(80)
-    assert left.value.code == 128 + signal.SIGTERM
-    assert "--shutdown-timeout" in capfd.readouterr().err
-    content = checkpoint.load(path)
-    assert (content[checkpoint.PEERS], content["env"]) == ([None], None)
-    assert all(torch.equal(content["policy"][name], value) for name, value in before.items())

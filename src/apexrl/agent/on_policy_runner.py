@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.agent import checkpoint
 from apexrl.agent.loggers import JsonlLogger, Logger, TensorBoardLogger
 from apexrl.agent.trainer import Trainer, TrainingConfig
 from apexrl.algorithms import ALGORITHMS, BaseAlgorithm
@@ -148,16 +145,13 @@ class OnPolicyRunner(Trainer):
             agent,
             training or TrainingConfig(**schedule),
             eval_env=eval_env,
-            loggers=loggers,
+            loggers=loggers if log_dir is None else [_RunLogger(self), *loggers],
             run_dir=log_dir,
             save_dir=save_dir,
             log_interval=log_interval,
             log_reward_components=log_reward_components,
             save_step_csv=save_step_csv,
         )
-        self._continued_run: str | None = None
-        """Id of the run in the directories, where this is the same one."""
-        self._has_directories, self._given_save_dir = False, self.save_dir
         self.agent = agent
         self.eval_episode_metrics = EpisodeMetrics(keep_episodes=True)
         """Episodes of ``rollout`` in other environments than those of training."""
@@ -193,52 +187,11 @@ class OnPolicyRunner(Trainer):
     def learn(self, total_timesteps: int | None = None) -> None:
         """Train as ``Trainer.learn`` does; lines of this run after the current iteration leave the logs."""
         if total_timesteps is None or total_timesteps > 0:
-            self._prepare_directories()
+            self.directories.prepare(self.iteration)
             if self.run_dir is not None and distributed.is_main_process():
                 cut_json_lines(self.run_dir / "metrics.jsonl", self.iteration)
                 cut_json_lines(self.run_dir / "evaluations.jsonl", self.iteration, max_lines=self.num_evaluations)
         super().learn(total_timesteps)
-
-    def load_checkpoint(self, name: str | Path) -> None:
-        """Continue from a checkpoint, as ``Trainer`` does.
-
-        Before the first write, a checkpoint in ``save_dir`` or ``log_dir`` says that the run in these directories is
-        continued. A runner that writes to ``run_2`` also finds checkpoints of the run above it.
-        """
-        super().load_checkpoint(name)
-        if not self._has_directories:
-            self._continued_run = _run_of(self._found_checkpoint(name), self._directories())
-
-    def _found_checkpoint(self, name: str | Path) -> Path:
-        path = super()._found_checkpoint(name)
-        if not path.exists() and self._given_save_dir is not None and (self._given_save_dir / name).exists():
-            return self._given_save_dir / name
-        return path
-
-    def _directories(self) -> list[Path]:
-        return [path for path in (self.run_dir, self.save_dir) if path is not None]
-
-    def _prepare_directories(self) -> None:
-        """Choose the directories, and open the logs in them."""
-        if self._has_directories:
-            return
-        self._has_directories = True
-        name = distributed.on_main_process(lambda: _claim(self._directories(), self._continued_run))
-        if name:
-            self.run_dir = None if self.run_dir is None else self.run_dir / name
-            self.save_dir = None if self.save_dir is None else self.save_dir / name
-            places = ", ".join(dict.fromkeys(map(str, self._directories())))
-            self.tell(f"The directory holds another run; this one writes to {places}.")
-        if self._continued_run is not None and self.save_dir is not None and distributed.is_main_process():
-            # Their iterations come again; until then they must not be taken for the newest.
-            for path in checkpoint.numbered(self.save_dir)[len(checkpoint.numbered(self.save_dir, self.iteration)) :]:
-                path.rename(path.with_name(f"{path.name}.superseded"))
-        if self.run_dir is not None and distributed.is_main_process():
-            purge_step = None if self._continued_run is None else self.total_steps + 1
-            self.loggers[:0] = [
-                JsonlLogger(self.run_dir / "metrics.jsonl"),
-                TensorBoardLogger(self.run_dir, purge_step),
-            ]
 
     def rollout(
         self,
@@ -322,12 +275,37 @@ class OnPolicyRunner(Trainer):
             raise ConfigError("save_step_csvs got no step data: call rollout with record_step_data=True.")
         if self.run_dir is None:
             raise ConfigError("save_step_csvs needs a directory for the tables: give the runner a log_dir.")
-        self._prepare_directories()
+        self.directories.prepare(self.iteration)
         directory = self.run_dir / split / f"eval{self.num_evaluations}"
         with files.writing(directory):
             paths = save_step_csvs(step_data_per_env, directory)
-        self.num_evaluations += 1
+        self.counters.num_evaluations += 1
         return paths
+
+
+class _RunLogger(Logger):
+    """``metrics.jsonl`` and TensorBoard events in the directory of a run, which is known at the first line.
+
+    Args:
+        runner: of the run.
+    """
+
+    def __init__(self, runner: OnPolicyRunner) -> None:
+        self.runner = runner
+        self.loggers: list[Logger] = []
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Record the numbers in both."""
+        if not self.loggers:
+            assert self.runner.run_dir is not None
+            self.loggers = [JsonlLogger(self.runner.run_dir / "metrics.jsonl"), TensorBoardLogger(self.runner.run_dir)]
+        for logger in self.loggers:
+            logger.log(values)
+
+    def close(self) -> None:
+        """Close both."""
+        for logger in self.loggers:
+            logger.close()
 
 
 def _running_episodes(env: VecEnv, policy: Policy, obs: Observation | Mapping[str, Tensor] | None) -> RunningEpisodes:
@@ -402,51 +380,3 @@ def _actor_from(
         return {name: value for name, value in own_actor(carry).items() if name in carry} | chosen
 
     return actor
-
-
-CLAIM = ".run"
-"""A file with the id of the run that a directory belongs to."""
-RUN_FILES = (CLAIM, "metrics.jsonl", "evaluations.jsonl", "events.out.tfevents.*", "*.pt")
-
-
-def _claim(directories: Sequence[Path], continued_run: str | None) -> str:
-    """Take directories that hold no run, or subdirectories of them by one name; returns that name, or nothing.
-
-    Directories of a run that is continued stay as they are.
-    """
-    if continued_run is not None:
-        for directory in directories:
-            _take(directory, continued_run)
-        return ""
-    run_id = uuid.uuid4().hex
-    for number in itertools.count(1):
-        name = f"run_{number}" if number > 1 else ""
-        places = list(dict.fromkeys(directory / name for directory in directories))
-        if not any(map(_holds_run, places)) and all(_take(place, run_id) for place in places):
-            return name
-    raise AssertionError("unreachable")
-
-
-def _holds_run(directory: Path) -> bool:
-    return any(next(directory.glob(pattern), None) is not None for pattern in RUN_FILES)
-
-
-def _take(directory: Path, run_id: str) -> bool:
-    """Write the id of a run into a directory, unless there is one."""
-    with files.writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            with (directory / CLAIM).open("x", encoding="utf-8") as file:
-                file.write(run_id)
-        except FileExistsError:
-            return False
-    return True
-
-
-def _run_of(path: Path, directories: Sequence[Path]) -> str | None:
-    """Return the id of the run in the directories, if it is one run and the checkpoint is in one of them."""
-    if path.parent.resolve() not in [directory.resolve() for directory in directories]:
-        return None
-    marks = [directory / CLAIM for directory in directories if _holds_run(directory)]
-    run_ids = {mark.read_text(encoding="utf-8") if mark.is_file() else "" for mark in marks}
-    return run_ids.pop() if len(run_ids) == 1 else None

@@ -41,6 +41,8 @@ class TrainingConfig:
     """Seconds after which an environment step counts as hanging; only for async."""
     save_interval: int = 50
     """Iterations between checkpoints; 0 saves only at the end."""
+    save_minutes: float = 10.0
+    """Minutes after which a checkpoint is saved before its turn, at the end of an iteration; 0 never does."""
     keep_checkpoints: int = 3
     """Checkpoints saved on schedule that stay; older ones are deleted, never one saved by name. 0 keeps all."""
     eval_interval: int = 0
@@ -59,13 +61,26 @@ class TrainingConfig:
         for name in ("total_timesteps", "num_collectors", "eval_episodes", "eval_num_envs"):
             require(name, getattr(self, name) >= 1, "must be at least 1")
         for name in (
-            "num_train_steps", "seed", "num_threads", "max_staleness", "save_interval", "keep_checkpoints",
-            "eval_interval", "final_eval_episodes",
+            "num_train_steps", "seed", "num_threads", "max_staleness", "save_interval", "save_minutes",
+            "keep_checkpoints", "eval_interval", "final_eval_episodes",
         ):  # fmt: skip
             require(name, getattr(self, name) >= 0, "must not be negative")
         require("step_timeout", self.step_timeout > 0, "must be positive")
         for name, most in (("seed", 2**31), ("num_threads", 1024)):
             require(name, getattr(self, name) <= most, f"must be at most {most}")
+
+
+@dataclass
+class Counters:
+    """How far a run is."""
+
+    iteration: int = 0
+    """Finished iterations."""
+    total_steps: int = 0
+    """Environment steps so far, summed over environments."""
+    num_evaluations: int = 0
+    optimizer_steps: int | None = 0
+    """Optimizer steps so far; None where the algorithm does not report them (``updates``)."""
 
 
 def env_seed(seed: int, total_steps: int = 0) -> int:

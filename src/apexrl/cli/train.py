@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ def register(command: AddCommand) -> None:
 
 def _train(options: argparse.Namespace, overrides: Overrides) -> int:
     from apexrl.agent.loggers import ConsoleLogger
+    from apexrl.agent.trainer import NO_EVALUATION
     from apexrl.experiments import seeds
     from apexrl.run import directory as run
     from apexrl.run.loading import DEFAULT_PRESET, load_config
@@ -59,7 +59,8 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         assert trainer.run_dir is not None
         run_dir = trainer.run_dir
         console.message(f"Training {config.task.id} with {config.algo.name} in {run_dir}")
-    _switch_evaluation_off(trainer)
+    if (trainer.cfg.eval_interval or trainer.cfg.final_eval_episodes) and not trainer.can_evaluate:
+        trainer.tell(NO_EVALUATION, once=True)
     try:
         trainer.learn()
         console.close()
@@ -104,20 +105,12 @@ def _check_same_run(asked: Config, source: str, run_dir: Path) -> None:
         )
 
 
-def _switch_evaluation_off(trainer: Trainer) -> None:
-    """Say before the training, not after it, that there will be no environments to evaluate in."""
-    evaluates = trainer.cfg.eval_interval or trainer.cfg.final_eval_episodes
-    if evaluates and trainer.eval_env is None and not trainer.env.can_spawn:
-        trainer.cfg = replace(trainer.cfg, eval_interval=0, final_eval_episodes=0)
-        trainer.tell("The simulator holds one environment a process: there is no evaluation in this run.")
-
-
 def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:
     """Show what came out: evaluation, picture, video; of several processes that learned together, the first shows."""
     from apexrl.core.system import distributed
     from apexrl.experiments.plots import plot_runs
 
-    episodes = trainer.cfg.final_eval_episodes
+    episodes = trainer.cfg.final_eval_episodes if trainer.can_evaluate else 0
     if episodes:
         with progress("Evaluating", episodes) as tell:
             result = trainer.evaluate(episodes, on_progress=tell)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import threading
 import time
@@ -109,8 +108,6 @@ class AsyncCollector(BaseCollector):
         self._device = None if device is None else torch.device(device)
         self.episode_metrics = self._inner.episode_metrics
         self._thread = _CollectingThread(self._inner, max_staleness, queue_size, step_timeout)
-        self.on_message: Callable[[str], None] = logging.getLogger("apexrl").info
-        """Told what a generator has to say about a batch, as it is handed out."""
         if generator is not None:
             self.on_message = generator.on_message
             generator.on_message = self._thread.messages.append

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import torch
 from apexrl.agent import Trainer, checkpoint
 from apexrl.agent.loggers import Logger
 from apexrl.agent.schedule import TrainingConfig
+from apexrl.agent.training_log import tell
 from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig
 from apexrl.algorithms.base import find_device
 from apexrl.core.errors import CheckpointError, ConfigError
 from apexrl.core.system import distributed
 from apexrl.core.system.acceleration import Acceleration
+from apexrl.core.system.files import DirectoryLock
 from apexrl.core.types import VALUE
 from apexrl.envs import VecEnv
 from apexrl.policies import Policy
@@ -29,14 +32,22 @@ from apexrl.policies.vla.lora import with_adapters
 from apexrl.run.config import Config
 
 
-def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), *, init_from: str = "") -> Trainer:
-    """Make environment, policy, algorithm and trainer for a configuration; ``file_loggers`` are added apart.
+def make_trainer(
+    config: Config,
+    run_dir: Path,
+    loggers: Sequence[Logger] = (),
+    *,
+    init_from: str = "",
+    lock: DirectoryLock | None = None,
+) -> Trainer:
+    """Make environment, policy, algorithm and trainer for a configuration.
 
     Args:
         config: of the run.
         run_dir: of the run.
         loggers: where the numbers go.
         init_from: a run directory or checkpoint with the first weights of the policy; empty draws them.
+        lock: of the run directory, which the trainer gives back.
     """
     device = prepare_device(config)
     whole, config = config, _own_share(config)
@@ -62,21 +73,24 @@ def make_trainer(config: Config, run_dir: Path, loggers: Sequence[Logger] = (), 
     algorithm: BaseAlgorithm = make(policy=policy, cfg=config.algo, acceleration=acceleration)
     if init_from:
         algorithm.begin_trained(config.policy.init_std)
+    loggers = [*loggers, *task.loggers(run_dir)]
+    collector = task.make_collector(config, env, algorithm, acceleration, run_dir)
+    collector.on_message = partial(tell, loggers)
     trainer = Trainer(
         env,
         policy,
         algorithm,
         schedule(config, len(env.task_names)),
-        collector=task.make_collector(config, env, algorithm, acceleration, run_dir),
-        loggers=[*loggers, *task.loggers(run_dir)],
+        collector=collector,
+        loggers=loggers,
         run_dir=run_dir,
         save_dir=run_dir / "checkpoints",
         log_interval=config.logging.log_interval,
         log_reward_components=config.logging.reward_components,
         save_step_csv=features.save_step_csv,
         config=whole.to_dict(),
+        lock=lock,
     )
-    trainer.collector.on_message = trainer.tell
     graphs = features.graphs and device.type == "cuda"
     if several and (graphs or features.compile):
         trainer.tell(f"{distributed.world_size()} processes learn: CUDA graphs and compilation are switched off.")

@@ -47,19 +47,18 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
     run_dir = distributed.on_main_process(lambda: claim(new_run_dir(name) if run_dir is None else run_dir))
     lock = files.DirectoryLock(run_dir)
     distributed.on_main_process(lock.acquire)
-    trainer = None
+    trainer, written = None, []
     try:
         distributed.on_main_process(lambda: _write_config(run_dir, config))
         init_from = first_weights(config, run_dir, loggers)
-        trainer = make_trainer(config, run_dir, loggers, init_from=init_from)
-        trainer.loggers[:0] = file_loggers(config, run_dir)
-        trainer.run_lock = lock
+        written = file_loggers(config, run_dir)
+        trainer = make_trainer(config, run_dir, [*written, *loggers], init_from=init_from, lock=lock)
         if warning := config.algo.warning(config.training.init_from):
             trainer.tell(warning)
         distributed.on_main_process(partial(add_start, run_dir, 0, trainer.policy.device))
     except BaseException as error:
-        if trainer is not None:
-            trainer.close()
+        for opened in written if trainer is None else [trainer]:
+            opened.close()
         stopped = isinstance(error, KeyboardInterrupt | SystemExit) and config.records_demos
         is_kept = stopped or (run_dir / IMITATION).exists()
         if distributed.is_main_process() and not is_kept:
@@ -157,33 +156,21 @@ def _resume(config: Config, run_dir: Path, loggers: Sequence[Logger]) -> Trainer
     distributed.join_ranks(prepare_device(config))
     lock = files.DirectoryLock(run_dir)
     distributed.on_main_process(lock.acquire)
-    trainer = None
+    trainer, written = None, []
     try:
         has_any = bool(checkpoint.numbered(run_dir / "checkpoints"))
         init_from = "" if has_any else first_weights(config, run_dir, loggers)
-        trainer = make_trainer(config, run_dir, loggers, init_from=init_from)
-        trainer.run_lock = lock
+        written = file_loggers(config, run_dir)
+        trainer = make_trainer(config, run_dir, [*written, *loggers], init_from=init_from, lock=lock)
         if has_any:
-            _load_newest(trainer, run_dir / "checkpoints")
-        trainer.loggers[:0] = file_loggers(config, run_dir, purge_step=trainer.total_steps + 1 if has_any else 0)
+            trainer.checkpointer.load_newest()
         distributed.on_main_process(partial(_tidy, run_dir, config, trainer))
     except BaseException:
-        if trainer is not None:
-            trainer.close()
+        for opened in written if trainer is None else [trainer]:
+            opened.close()
         lock.release()
         raise
     return trainer
-
-
-def _load_newest(trainer: Trainer, directory: Path) -> None:
-    """Load the newest checkpoint that can be read; newer ones get another name, so that nobody meets them again."""
-    newest, _, problems = checkpoint.load_newest(directory, lambda path: trainer.load_checkpoint(path.name))
-    trainer.adopt_checkpoints()
-    for problem in problems:
-        trainer.tell(f"{problem} Going on from {newest.name}, the newest that can be read.")
-    if problems and distributed.is_main_process():
-        for path in checkpoint.numbered(directory)[-len(problems) :]:
-            path.rename(path.with_name(f"{path.name}.damaged"))
 
 
 def _tidy(run_dir: Path, config: Config, trainer: Trainer) -> None:
@@ -227,12 +214,11 @@ def changed_config(stored: Mapping[str, Any], overrides: Sequence[tuple[str, str
     return after
 
 
-def file_loggers(config: Config, run_dir: Path, purge_step: int | None = None) -> list[Logger]:
-    """Make the loggers that write into the run directory; with ``purge_step`` TensorBoard hides what came later."""
+def file_loggers(config: Config, run_dir: Path) -> list[Logger]:
+    """Make the loggers that write into the run directory."""
     if not distributed.is_main_process():
         return []
     files: list[Logger] = [JsonlLogger(run_dir / "metrics.jsonl")]
-    # Weights & Biases may refuse to start, so it comes before TensorBoard, which makes a file at once.
     if config.logging.wandb != "disabled":
         files.append(
             WandbLogger(
@@ -245,7 +231,7 @@ def file_loggers(config: Config, run_dir: Path, purge_step: int | None = None) -
             )
         )
     if config.logging.tensorboard:
-        files.append(TensorBoardLogger(run_dir, purge_step))
+        files.append(TensorBoardLogger(run_dir))
     return files
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import signal
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,9 +19,10 @@ from torch import Tensor
 from apexrl.agent import Trainer, TrainingConfig, checkpoint
 from apexrl.agent.callbacks import EVENTS
 from apexrl.agent.loggers import Logger
+from apexrl.agent.trainer import NO_EVALUATION
 from apexrl.algorithms import PPO, SAC, PPOConfig, SACConfig
 from apexrl.collectors import AsyncCollector
-from apexrl.core.errors import CheckpointError, ConfigError, DivergenceError, EnvError
+from apexrl.core.errors import ConfigError, DivergenceError, EnvError, RunDirError
 from apexrl.core.system.json_lines import read_json_lines
 from apexrl.core.types import EnvStep
 from apexrl.envs import GymVecEnv, VecEnv, make_env
@@ -96,13 +94,6 @@ class UnreadableEnv(ScriptedEnv):
         raise EnvError("the environments are closed")
 
 
-class ForgetfulEnv(ScriptedEnv):
-    """Cannot save its state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return None  # type: ignore[return-value]
-
-
 class SilentMetricEnv(ScriptedEnv):
     """Never knows the metric that it declares."""
 
@@ -120,19 +111,23 @@ def scripted(kind: type[ScriptedEnv] = ScriptedEnv) -> ScriptedEnv:
 
 
 def make_trainer(
-    env: VecEnv, cfg: TrainingConfig | None = None, learning_rate: float = 3e-4, **options: Any
+    env: VecEnv,
+    cfg: TrainingConfig | None = None,
+    learning_rate: float = 3e-4,
+    more_loggers: Sequence[Logger] = (),
+    **options: Any,
 ) -> tuple[Trainer, Memory]:
     """Return a trainer whose iterations take four steps, and what it logs."""
     torch.manual_seed(0)
     policy = ActorCritic.for_env(env, actor_cfg={"hidden_dims": (4,)}, critic_cfg={"hidden_dims": (4,)})
     algo = PPOConfig(num_steps=4, num_epochs=2, num_minibatches=2, learning_rate=learning_rate)
     memory = Memory()
-    trainer = Trainer(env, policy, PPO(policy=policy, cfg=algo), cfg, loggers=[memory], **options)
-    return trainer, memory
+    loggers = [memory, *more_loggers]
+    return Trainer(env, policy, PPO(policy=policy, cfg=algo), cfg, loggers=loggers, **options), memory
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))
 
 
 def training_numbers(lines: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -365,114 +360,10 @@ def test_environments_for_evaluation_are_those_given_or_as_many_as_wanted() -> N
     assert closed == [True]
 
 
-# Saving and loading
-
-
-@pytest.mark.parametrize(
-    ("interval", "keep", "expected"), [(0, 3, [5]), (2, 0, [2, 4, 5]), (1, 2, [4, 5]), (2, 3, [2, 4, 5]), (9, 1, [5])]
-)
-def test_checkpoints_are_saved_at_their_interval_and_at_the_end(
-    interval: int, keep: int, expected: list[int], tmp_path: Path
-) -> None:
-    cfg = TrainingConfig(save_interval=interval, keep_checkpoints=keep)
-    trainer, _ = make_trainer(scripted(), cfg, save_dir=tmp_path)
-    trainer.learn(40)
-    assert names(tmp_path) == [f"iteration_{number:06d}.pt" for number in expected]
-
-
-def test_checkpoints_of_an_earlier_run_are_neither_taken_for_ours_nor_our_ruin(tmp_path: Path) -> None:
-    for number in (1, 50):
-        (tmp_path / checkpoint.checkpoint_name(number)).write_text("from another run")
-    trainer, _ = make_trainer(scripted(), TrainingConfig(save_interval=1, keep_checkpoints=2), save_dir=tmp_path)
-    trainer.learn(8)
-    assert checkpoint.load(tmp_path / checkpoint.checkpoint_name(1))["iteration"] == 1
-    trainer.learn(24)
-    assert names(tmp_path) == [checkpoint.checkpoint_name(number) for number in (2, 3, 50)]
-
-
-def test_without_save_dir_a_run_saves_nothing_and_a_relative_name_is_an_error(tmp_path: Path) -> None:
-    trainer, _ = make_trainer(scripted())
-    trainer.learn(8)
-    for call in (trainer.save_checkpoint, trainer.load_checkpoint):
-        with refused(CheckpointError, "'best.pt'", "save_dir"):
-            call("best.pt")
-    assert trainer.save_checkpoint(tmp_path / "best.pt") == tmp_path / "best.pt"
-    assert (tmp_path / "best.pt").exists()
-
-
-def test_a_checkpoint_is_loaded_by_the_path_that_saving_returned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    trainer, _ = make_trainer(scripted(), save_dir=Path("checkpoints"))
-    trainer.learn(8)
-    path = trainer.save_checkpoint("best.pt")
-    assert path == Path("checkpoints/best.pt")
-    for save_dir in (Path("checkpoints"), Path("elsewhere"), None):
-        other, _ = make_trainer(scripted(), save_dir=save_dir)
-        other.load_checkpoint(path)
-        assert other.iteration == trainer.iteration == 1
-
-
 def test_the_number_of_episodes_to_evaluate_is_named() -> None:
     trainer, _ = make_trainer(scripted())
     with refused(ConfigError, "episodes", 1, 0):
         trainer.evaluate(0)
-
-
-def test_a_checkpoint_by_name_lies_in_save_dir_and_stays(tmp_path: Path) -> None:
-    trainer, _ = make_trainer(scripted(), TrainingConfig(save_interval=1, keep_checkpoints=1), save_dir=tmp_path)
-    trainer.learn(8)
-    trainer.save_checkpoint("best.pt")
-    trainer.learn(32)
-    assert names(tmp_path) == ["best.pt", checkpoint.checkpoint_name(4)]
-
-
-def test_only_checkpoints_that_were_saved_on_schedule_are_deleted(tmp_path: Path) -> None:
-    trainer, _ = make_trainer(scripted(), TrainingConfig(save_interval=1, keep_checkpoints=1), save_dir=tmp_path)
-    for iteration in (1, 2, 3):
-        (tmp_path / f"iteration_{iteration}.pt").write_text("somebody's own")
-    trainer.learn(16)
-    trainer.save_checkpoint("iteration_2.pt")
-    trainer.save_checkpoint()  # now asked for by name: it stays
-    trainer.learn(40)
-    ours = [checkpoint.checkpoint_name(2), checkpoint.checkpoint_name(5)]
-    assert names(tmp_path) == sorted([*ours, *(f"iteration_{iteration}.pt" for iteration in (1, 2, 3))])
-    assert (tmp_path / "iteration_1.pt").read_text() == "somebody's own"
-
-
-def test_a_loaded_checkpoint_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
-    whole, expected = make_trainer(make_env("cartpole", 4))
-    whole.learn(128)
-    trainer, _ = make_trainer(make_env("cartpole", 4), save_dir=tmp_path)
-    trainer.learn(64)
-    resumed, memory = make_trainer(make_env("cartpole", 4), save_dir=tmp_path)
-    torch.randn(7)
-    resumed.load_checkpoint(checkpoint.checkpoint_name(4))
-    assert (resumed.iteration, resumed.total_steps) == (4, 64)
-    resumed.learn(128)
-    assert training_numbers(memory.lines) == training_numbers(expected.lines[4:])
-
-
-def test_a_checkpoint_of_another_policy_changes_nothing(tmp_path: Path) -> None:
-    trainer, _ = make_trainer(make_env("cartpole", 2), save_dir=tmp_path)
-    trainer.learn(8)
-    other, _ = make_trainer(scripted(), save_dir=tmp_path)
-    with refused(CheckpointError, tmp_path / checkpoint.checkpoint_name(1), "policy"):
-        other.load_checkpoint(checkpoint.checkpoint_name(1))
-    assert other.iteration == 0
-
-
-def test_an_environment_that_cannot_come_back_says_so_and_training_goes_on(tmp_path: Path) -> None:
-    cfg = TrainingConfig(save_interval=1)
-    trainer, memory = make_trainer(scripted(ForgetfulEnv), cfg, save_dir=tmp_path)
-    trainer.learn(24)
-    assert memory.messages == ["ForgetfulEnv cannot save its state: a resumed run will start new episodes there."]
-    resumed, memory = make_trainer(scripted(ForgetfulEnv), cfg, save_dir=tmp_path)
-    resumed.load_checkpoint(checkpoint.checkpoint_name(3))
-    assert "New episodes start, so this run will differ from an uninterrupted one" in memory.messages[0]
-    resumed.learn(32)
-    assert resumed.iteration == 4
 
 
 def test_messages_reach_those_who_have_no_console(caplog: pytest.LogCaptureFixture) -> None:
@@ -528,59 +419,99 @@ def test_an_environment_that_fails_in_a_step_leaves_the_last_checkpoint(tmp_path
 
 def test_what_went_wrong_is_not_hidden_by_a_checkpoint_that_cannot_be_saved(tmp_path: Path) -> None:
     trainer, memory = make_trainer(scripted(UnreadableEnv), TrainingConfig(save_interval=50), save_dir=tmp_path)
-    trainer.add_callback("pre_update", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    trainer.add_callback("post_iteration", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
         trainer.learn(80)
-    assert "No checkpoint could be saved at iteration 0: the environments are closed" in memory.messages[0]
-    assert list(tmp_path.iterdir()) == []
+    assert "No checkpoint could be saved at iteration 1: the environments are closed" in memory.messages[0]
+    assert caught.value.__notes__ == ["No checkpoint had been saved."]
+    assert names(tmp_path) == []
 
 
-# Signals
+class FailingLogger(Logger):
+    """Cannot log its second line."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.count = error, 0
+
+    def log(self, values: Mapping[str, float]) -> None:
+        self.count += 1
+        if self.count == 2:
+            raise self.error
 
 
-@pytest.mark.parametrize(("number", "left_by"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_signal_ends_the_iteration_saves_and_leaves_as_usual(
-    number: signal.Signals, left_by: type[BaseException], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    before = signal.getsignal(number)
-    trainer, memory = make_trainer(scripted(), save_dir=tmp_path)
-
-    def interrupt(_: Trainer) -> None:
-        if trainer.iteration == 1:
-            os.kill(os.getpid(), number)
-
-    trainer.add_callback("pre_update", interrupt)
-    with pytest.raises(left_by) as left:
+def test_what_a_logger_raises_comes_after_a_checkpoint(tmp_path: Path) -> None:
+    error = ConnectionError("the server of the numbers is gone")
+    trainer, _ = make_trainer(scripted(), save_dir=tmp_path, more_loggers=[FailingLogger(error)])
+    with pytest.raises(ConnectionError) as caught:
         trainer.learn(80)
-    if isinstance(left.value, SystemExit):
-        assert left.value.code == 128 + number
-    assert trainer.iteration == len(memory.lines) == 2
+    saved = tmp_path / checkpoint.checkpoint_name(2)
+    assert caught.value is error
+    assert error.__notes__ == [f"The last good checkpoint is {saved}."]
+    assert checkpoint.load(saved)["iteration"] == 2
+
+
+def test_a_full_disk_is_not_asked_for_a_checkpoint(tmp_path: Path) -> None:
+    error = RunDirError("the disk is full.")
+    cfg = TrainingConfig(save_interval=1)
+    options: dict[str, Any] = {"run_dir": tmp_path, "save_dir": tmp_path / "checkpoints", "config": {"version": 1}}
+    trainer, memory = make_trainer(scripted(), cfg, more_loggers=[FailingLogger(error)], **options)
+    with pytest.raises(RunDirError) as caught:
+        trainer.learn(80)
+    first = tmp_path / "checkpoints" / checkpoint.checkpoint_name(1)
+    resume = f"Fix the problem, then resume with: apexrl train --resume {tmp_path}"
+    assert str(caught.value) == f"the disk is full. The last good checkpoint is {first}. {resume}"
+    assert names(tmp_path / "checkpoints") == [first.name]
+    assert memory.messages == []
+
+
+def test_an_evaluation_that_fails_comes_after_a_checkpoint(tmp_path: Path) -> None:
+    eval_env = scripted(BrokenEnv)
+    trainer, memory = make_trainer(
+        scripted(), TrainingConfig(eval_interval=2, eval_episodes=4), save_dir=tmp_path, eval_env=eval_env
+    )
+    with refused(EnvError, "the simulator has died", tmp_path / checkpoint.checkpoint_name(2)):
+        trainer.learn(80)
     assert names(tmp_path) == [checkpoint.checkpoint_name(2)]
-    assert "Stopping after this iteration" in capfd.readouterr().err
-    assert signal.getsignal(number) is before
-    trainer.learn(24)  # the next call starts afresh
-    assert trainer.iteration == 3
+    assert len(memory.lines) == 1
 
 
-def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
-    trainer, memory = make_trainer(scripted(), save_dir=tmp_path)
+def test_what_fails_in_an_iteration_leaves_nothing_but_the_last_checkpoint(tmp_path: Path) -> None:
+    class StumbleError(Exception):
+        pass
 
-    def interrupt(_: Trainer) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+    for part in ("collect", "update"):
+        save_dir = tmp_path / part
+        trainer, _ = make_trainer(scripted(), TrainingConfig(save_interval=1), save_dir=save_dir)
+        owner: Any = trainer.collector if part == "collect" else trainer.algorithm
+        original = getattr(owner, part)
+        trainer.learn(16)
 
-    trainer.add_callback("pre_update", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.learn(80)
-    assert memory.lines == []
+        def fail(*_: Any) -> None:
+            raise StumbleError
+
+        setattr(owner, part, fail)
+        with pytest.raises(StumbleError) as caught:
+            trainer.learn(80)
+        newest = save_dir / checkpoint.checkpoint_name(2)
+        assert caught.value.__notes__ == [f"The last good checkpoint is {newest}."]
+        assert checkpoint.latest(save_dir) == newest
+        trainer.checkpointer.load(newest.name)  # and this trainer can continue from it
+        setattr(owner, part, original)
+        trainer.learn(24)
+        assert trainer.iteration == 3
 
 
-def test_training_outside_the_main_thread_works() -> None:
-    trainer, memory = make_trainer(scripted())
-    thread = threading.Thread(target=trainer.learn, args=(16,))
-    thread.start()
-    thread.join(30)
-    assert len(memory.lines) == 2
+def test_a_simulator_that_holds_one_environment_a_process_is_not_evaluated() -> None:
+    env = scripted()
+    env.can_spawn = False
+    trainer, memory = make_trainer(env, TrainingConfig(eval_interval=1))
+    assert memory.messages == [NO_EVALUATION]
+    trainer.learn(16)
+    assert not any("eval/return" in line for line in memory.lines)
+    trainer, memory = make_trainer(env, TrainingConfig(eval_interval=1), eval_env=scripted())
+    trainer.learn(8)
+    assert memory.messages == []
+    assert "eval/return" in memory.lines[0]
 
 
 # Metrics of Gymnasium that appear later, and events

@@ -236,9 +236,18 @@ class Stopwatch:
         else:
             self.marks.append((phase, time.perf_counter()))
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a phase has begun since ``clear`` or ``seconds``."""
+        return bool(self.marks)
+
+    def clear(self) -> None:
+        """Forget the phases."""
+        self.marks = []
+
     def seconds(self) -> dict[str, float]:
-        """Return how long each phase but the last took; call it when the device has finished."""
-        pairs = itertools.pairwise(self.marks)
+        """Return how long each phase but the last took, and forget them; call it when the device has finished."""
+        pairs, self.marks = itertools.pairwise(self.marks), []
         if self.on_cuda:
             return {phase: begin.elapsed_time(end) / 1e3 for (phase, begin), (_, end) in pairs}
         return {phase: end - begin for (phase, begin), (_, end) in pairs}
