@@ -1,12 +1,14 @@
 """Short CPU traces that a refactor must reproduce.
 
-Processors round differently in their last bits, so numbers are compared to a millionth; on one machine a run repeats
-bit for bit (``tests/contract/test_resume.py``). After a change that is meant to move them:
+On the kind of processor that recorded them, numbers are compared to a millionth. Other processors round differently in
+their last bits, and training amplifies that from iteration to iteration: there each iteration has its own tolerance.
+On one machine a run repeats bit for bit (``tests/contract/test_resume.py``). After a change that is meant to move them:
 
     python -m tests.golden.test_golden
 """
 
 import json
+import platform
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,9 +29,10 @@ PRESETS: dict[str, tuple[str, dict[str, str]]] = {
     "lift_ppo": ("lift_ppo", {"task.num_envs": "16"}),
     "cartpole_ppo": ("cartpole_ppo", {}),
     "pendulum_ppo": ("pendulum_ppo", {"task.num_envs": "16"}),
+    # Few steps: the simulation is chaotic. 1e-7 in the weights becomes 1e-3 in the mean reward of 16 steps, 1e-1 of 64.
     "halfcheetah_ppo": (
         "halfcheetah_ppo",
-        {"algo.num_steps": "64", "algo.num_minibatches": "4", "algo.std_schedule": "learned"},
+        {"algo.num_steps": "8", "algo.num_minibatches": "4", "algo.std_schedule": "learned"},
     ),
     "pendulum_sac": (
         "pendulum_sac",
@@ -60,7 +63,19 @@ KEYS = (
     *("train/adapt_loss", "train/imitation_loss", "train/critic_loss", "train/actor_loss", "train/temperature"),
 )
 """What is compared, where it is logged."""
+TOLERANCE = (1e-6, 1e-6, 1e-6)
+OTHER_PROCESSOR = (1e-4, 1e-3, 1e-2)
+"""Tolerance per iteration. Between an AMD and an Intel processor differences of 7e-6, 5e-6 and 2e-4 were seen."""
 Trace = list[dict[str, float]]
+
+
+def processor() -> str:
+    """Name what decides how sums are rounded: vendor, family and model, and the vector instructions that torch uses."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    facts = dict(line.replace("\t", "").split(": ", 1) for line in lines if ": " in line)
+    names = [facts[name] for name in ("vendor_id", "cpu family", "model") if name in facts]
+    return " ".join([*(names or [platform.processor()]), torch.backends.cpu.get_cpu_capability()])
 
 
 def trace_preset(preset: str, settings: dict[str, str], directory: Path) -> Trace:
@@ -135,18 +150,19 @@ OTHERS: dict[str, Callable[[Path], Trace]] = {
 
 @pytest.mark.parametrize("name", [*PRESETS, *OTHERS])
 def test_the_first_iterations_are_the_same_as_ever(name: str, tmp_path: Path) -> None:
-    expected = json.loads(PATH.read_text())[name]
+    stored = json.loads(PATH.read_text())
+    tolerances = TOLERANCE if stored["processor"] == processor() else OTHER_PROCESSOR
     found = trace(name, tmp_path)
-    assert len(found) == len(expected) == 3
-    for ours, golden in zip(found, expected, strict=True):
-        assert ours == pytest.approx(golden, rel=1e-6, abs=1e-6)
+    assert len(found) == 3
+    for ours, golden, tolerance in zip(found, stored[name], tolerances, strict=True):
+        assert ours == pytest.approx(golden, rel=tolerance, abs=tolerance)
 
 
 if __name__ == "__main__":
     import tempfile
 
     torch.set_num_threads(1)
-    traces = {}
+    traces: dict[str, Trace | str] = {"processor": processor()}
     for case in [*PRESETS, *OTHERS]:
         with tempfile.TemporaryDirectory() as directory:
             traces[case] = trace(case, Path(directory))
