@@ -174,7 +174,7 @@ class Cycle:
 def test_garbage_is_collected_before_a_capture_and_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("graph", "stream", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
     for name in ("CUDAGraph", "Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
     seen = []
