@@ -155,6 +155,31 @@ def slow_preemptions(
     line.note = f"left within {slowest:.1f} s"
 
 
+def slow_kills(report: Report, work: Path, run: TinyRun, count: int, draw: random.Random) -> None:
+    """Kill a run whose iterations take longer than ``save_minutes``: what was over before the running one is saved."""
+    line = report.line(f"kill -9 in slow iterations, {run.name}")
+    values = {**run.values, "training.save_interval": "1000", "training.save_minutes": "0.001"}
+    run = replace(run, name=f"{run.name}-slow-iterations", values=values, seconds=0.0)
+    run.complete(work)
+    run_dir = work / f"{run.name}-killed"
+    for _ in range(count):
+        process = run.launch(run_dir, (slow_updates, (0.1,)))
+        process.join(draw.uniform(2.0, 5.0))
+        process.kill()
+        end(process, output_of(run_dir))
+        finished = len(read_json_lines(run_dir / "metrics.jsonl"))
+        newest = _newest_iteration(run_dir)
+        # An iteration is logged before it is saved.
+        lost = f"{run_dir.name}: {finished} iterations were over, {newest} saved" if newest < finished - 1 else ""
+        line.add(unreadable(run_dir) or lost)
+    _compare(line, run, run_dir)
+
+
+def _newest_iteration(run_dir: Path) -> int:
+    saved = checkpoint.numbered(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else []
+    return int(checkpoint.load(saved[-1])["iteration"]) if saved else 0
+
+
 def _preempt(line: Line, run: TinyRun, run_dir: Path, after: float, *slow: Preparation) -> tuple[float, int]:
     """Send SIGTERM once; returns the seconds until the process had ended, and its exit code."""
     process = run.launch(run_dir, *slow)
@@ -176,8 +201,7 @@ def _problem_of_preemption(run_dir: Path, outcome: Outcome, seconds: float, fini
         return f"{run_dir.name}: {outcome}"
     if seconds > MOST_SECONDS:
         return f"{run_dir.name}: SIGTERM took {seconds:.1f} s"
-    saved = checkpoint.numbered(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else []
-    newest = checkpoint.load(saved[-1])["iteration"] if saved else 0
+    newest = _newest_iteration(run_dir)
     return f"{run_dir.name}: {finished} iterations were over, {newest} saved" if newest < finished else ""
 
 

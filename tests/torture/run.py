@@ -30,6 +30,8 @@ def _kills(report: Report, work: Path, runs: dict[str, TinyRun], draw: random.Ra
         kills.kills_in_writes(report, work, runs[name], "iteration_", 8, draw)
     kills.kills_in_writes(report, work, runs["rloo"], "rollout_stats", 12, draw)
     kills.kills_in_writes(report, work, runs["ppo"], "config.yaml", 3, draw)
+    for name in ("ppo", "sac"):
+        kills.slow_kills(report, work, runs[name], 6, draw)
 
 
 def _preemptions(report: Report, work: Path, runs: dict[str, TinyRun], draw: random.Random) -> None:

@@ -52,6 +52,11 @@ def test_kill_9_while_a_file_is_written(
     check(report)
 
 
+def test_kill_9_in_slow_iterations(runs: dict[str, TinyRun], work: Path, report: Report, draw: random.Random) -> None:
+    kills.slow_kills(report, work, runs["ppo"], 2, draw)
+    check(report)
+
+
 def test_sigterm_in_a_slow_update(runs: dict[str, TinyRun], work: Path, report: Report) -> None:
     kills.slow_preemptions(report, work, runs["ppo"], "update", (kills.slow_updates, (0.7,)), 1, 3.7)
     check(report)
