@@ -37,6 +37,32 @@ def test_the_batch_holds_what_the_environment_gave() -> None:
     assert carry["observation"][:, 0].tolist() == [1, 100]
 
 
+class DictionaryEnv(ScriptedEnv):
+    """Returns its groups as a plain dictionary."""
+
+    def reset(self, seed: int | None = None) -> Any:
+        return {"time": super().reset(seed)}
+
+    def step(self, action: Tensor) -> EnvStep:
+        step = super().step(action)
+        groups: Any = {"time": step.obs}
+        final: Any = None if step.final_obs is None else {"time": step.final_obs}
+        return step._replace(obs=groups, final_obs=final)
+
+
+def test_an_environment_may_return_its_groups_as_a_dictionary() -> None:
+    scripts = [3, 2], [False, True]
+    grouped, plain = (rollout_of(env(*scripts)) for env in (DictionaryEnv, ScriptedEnv))
+    assert sorted(grouped.keys()) == sorted(plain.keys())
+    for name in ("observation", "next_observation"):
+        assert torch.equal(grouped[name, "time"], plain[name])
+
+
+def rollout_of(env: ScriptedEnv) -> TensorDict:
+    carry = {"observation": env.reset()}
+    return rollout(env, lambda _: {"action": torch.zeros(2, 1)}, carry, 4)[0]
+
+
 def test_observations_are_copied_out_of_the_simulators_buffer() -> None:
     env = ScriptedEnv([9], [False])
     batch, _ = run(env, 3)

@@ -6,7 +6,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -21,6 +21,7 @@ from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import ACTION, DONE, OBSERVATION, REWARD, TERMINATED, TRUNCATED, Carry, EnvStep, Observation
 from apexrl.envs.suites.base import InitState, StateEpisode, TaskSuite
 
+T = TypeVar("T")
 EpisodeStart: TypeAlias = int | InitState
 """Where one episode starts: a seed, or the initial state of a suite."""
 
@@ -54,7 +55,10 @@ def _forgets(step: Callable[..., EnvStep]) -> Callable[..., EnvStep]:
     @functools.wraps(step)
     def step_and_forget(self: VecEnv, *args: Any, **kwargs: Any) -> EnvStep:
         self.running = None
-        return step(self, *args, **kwargs)
+        taken = step(self, *args, **kwargs)
+        if not isinstance(taken.obs, dict):
+            return taken
+        return taken._replace(obs=_grouped(taken.obs, self), final_obs=_grouped(taken.final_obs, self))
 
     return step_and_forget
 
@@ -66,9 +70,14 @@ def _ends_episodes(reset: Callable[..., Observation]) -> Callable[..., Observati
     def reset_and_forget(self: VecEnv, *args: Any, **kwargs: Any) -> Observation:
         if self.can_reset:
             self.running = None
-        return reset(self, *args, **kwargs)
+        return _grouped(reset(self, *args, **kwargs), self)
 
     return reset_and_forget
+
+
+def _grouped(obs: T, env: VecEnv) -> T | TensorDict:
+    """Take the groups of an observation as a plain dictionary, too."""
+    return TensorDict(obs, batch_size=[env.num_envs], device=env.device) if isinstance(obs, dict) else obs
 
 
 def choose(condition: Tensor, where_true: Any, where_false: Any) -> Any:
@@ -96,7 +105,8 @@ class VecEnv(ABC):
 
     The rules, each of which ``check_env`` verifies:
 
-    - ``reset`` returns the observation ``[N, ...]``; ``step`` takes actions ``[N, A]`` and returns an ``EnvStep``.
+    - ``reset`` returns the observation ``[N, ...]``: a tensor, or a dictionary of groups, of which callers get a
+      ``TensorDict``; ``step`` takes actions ``[N, A]`` and returns an ``EnvStep``.
     - An episode that ends is reset in the same step: ``obs`` is then the first observation of the next episode
       and ``final_obs`` the last one of the ended episode.
     - ``terminated`` and ``truncated`` are told apart and never both true.

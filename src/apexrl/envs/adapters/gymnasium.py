@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from gymnasium.envs.registration import load_env_creator
 from numpy.typing import NDArray
-from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.core.errors import EnvError, EnvStateError, did_you_mean
@@ -25,6 +24,7 @@ from apexrl.core.system.seeding import spawn_seeds
 from apexrl.core.types import EnvStep, Observation
 from apexrl.envs.base import VecEnv
 from apexrl.envs.display import MUJOCO_HINT, draw_without_display
+from apexrl.envs.step_buffers import StepBuffers
 from apexrl.envs.workers import gym_group
 from apexrl.envs.workers.gym_group import (
     MAX_METRICS,
@@ -32,7 +32,6 @@ from apexrl.envs.workers.gym_group import (
     EnvGroup,
     Found,
     MakeFn,
-    Tree,
     make_buffers,
     map_tree,
     users_frames,
@@ -94,21 +93,7 @@ class GymVecEnv(VecEnv):
         self._metric_specs = specs = {spec.name: spec for spec in metrics or ()}
         if len(specs) > MAX_METRICS:
             raise EnvError(f"GymVecEnv takes at most {MAX_METRICS} metrics, got {len(specs)}.")
-        buffers = group.bind(list(specs))
-        self._metric_rows = buffers.metric
-        self._metric = {name: torch.from_numpy(buffers.metric[m]) for m, name in enumerate(specs)}
-        self._action = torch.from_numpy(buffers.action)
-        self._obs = as_observation(buffers.obs, self.num_envs)
-        # The tensors share memory with the buffers, so these two tuples serve every step.
-        self._running = EnvStep(
-            obs=self._obs,
-            reward=torch.from_numpy(buffers.reward),
-            terminated=torch.from_numpy(buffers.terminated),
-            truncated=torch.from_numpy(buffers.truncated),
-            metric=self._metric,
-        )
-        self._ended = self._running._replace(final_obs=as_observation(buffers.final_obs, self.num_envs))
-        self._must_copy = self.device.type != "cpu"
+        self._buffers = StepBuffers(group.bind(list(specs)), specs, self.device)
 
     @property
     def metric_specs(self) -> Mapping[str, MetricSpec]:
@@ -125,18 +110,15 @@ class GymVecEnv(VecEnv):
 
     def _begin(self, seeds: Sequence[int] | None) -> Observation:
         self._group.reset(seeds)
-        return self._obs.to(self.device) if self._must_copy else self._obs
+        return self._buffers.observation()
 
     def step(self, action: Tensor) -> EnvStep:
         """Apply one action ``[N, A]`` to each environment."""
-        if action.shape != self._action.shape:
-            raise EnvError(f"step needs actions {list(self._action.shape)}, got {list(action.shape)}.")
-        self._action.copy_(action.detach())
+        self._buffers.take(action)
         any_ended, found = self._group.step()
         if found:
             self._add_metrics(found)
-        step = self._ended if any_ended else self._running
-        return step_to_device(step, self.device) if self._must_copy else step
+        return self._buffers.step(any_ended)
 
     def _add_metrics(self, found: Found) -> None:
         """Give metrics that just appeared a row each, with what this step reported."""
@@ -150,10 +132,10 @@ class GymVecEnv(VecEnv):
                     stacklevel=3,
                 )
                 break
-            row = self._metric_rows[len(specs)]
+            row = self._buffers.arrays.metric[len(specs)]
             row.fill(np.nan)
             row[list(values), 0] = list(values.values())
-            self._metric[name] = torch.from_numpy(row)
+            self._buffers.metric[name] = torch.from_numpy(row)
             specs[name] = MetricSpec(name)
         self._metric_specs = specs
         self._group.watch(list(specs))
@@ -199,30 +181,6 @@ class GymVecEnv(VecEnv):
     def close(self) -> None:
         """Close the environments and end the workers."""
         self._group.close()
-
-
-def as_observation(tree: Tree, num_envs: int) -> Observation:
-    """Wrap the arrays of an observation as tensors that share their memory."""
-    if not isinstance(tree, Mapping):
-        return torch.from_numpy(tree)
-    groups = TensorDict(
-        {key: as_observation(part, num_envs) for key, part in tree.items()}, batch_size=[num_envs], device="cpu"
-    )
-    groups.lock_()  # every step returns this object, so a key added by one reader would stay
-    return groups
-
-
-def step_to_device(step: EnvStep, device: torch.device) -> EnvStep:
-    """Copy what a step returned to another device."""
-    return EnvStep(
-        obs=step.obs.to(device),
-        reward=step.reward.to(device),
-        terminated=step.terminated.to(device),
-        truncated=step.truncated.to(device),
-        final_obs=None if step.final_obs is None else step.final_obs.to(device),
-        metric={name: value.to(device) for name, value in step.metric.items()},
-        info={name: value.to(device) for name, value in step.info.items()},
-    )
 
 
 def _to_numpy(tensor: Tensor) -> NDArray[Any]:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
-from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.core.errors import EnvError, did_you_mean
@@ -78,7 +77,8 @@ class ManiSkillVecEnv(VecEnv):
         count = len(self._parts)
         seeds = [None] * count if seed is None else spawn_seeds(seed, count)
         starts = [part.reset(seed=own) for part, own in zip(self._parts, seeds, strict=True)]
-        return self._observation([obs for obs, _ in starts])
+        obs: Observation = self._observation([obs for obs, _ in starts])
+        return obs
 
     def step(self, action: Tensor) -> EnvStep:
         """Apply one action ``[N, A]`` to each environment."""
@@ -131,11 +131,10 @@ class ManiSkillVecEnv(VecEnv):
             hint = f" {_VULKAN}" if any(word in str(error) for word in ("rendering device", "vk::")) else ""
             raise EnvError(f"ManiSkill could not make the environment: {str(error).rstrip('.')}.{hint}") from error
 
-    def _observation(self, parts: Sequence[Any]) -> Observation:
+    def _observation(self, parts: Sequence[Any]) -> Any:
         """Join the observations of the simulators: float32, and uint8 for pictures."""
         if isinstance(parts[0], Mapping):
-            groups = {key: self._observation([part[key] for part in parts]) for key in parts[0]}
-            return TensorDict(groups, batch_size=[self.num_envs], device=self.device)
+            return {key: self._observation([part[key] for part in parts]) for key in parts[0]}
         joined = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(self.device)
         joined = joined if joined.dtype == torch.uint8 else joined.float()
         return joined[:, None] if joined.ndim == 1 else joined

@@ -23,7 +23,6 @@ from apexrl.core.errors import ConfigError, EnvError, EnvStateError, did_you_mea
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.system.seeding import spawn_seeds
 from apexrl.core.types import EnvStep, Observation
-from apexrl.envs.adapters.gymnasium import as_observation, step_to_device
 from apexrl.envs.base import VecEnv
 from apexrl.envs.camera import Camera
 from apexrl.envs.display import draw_without_display
@@ -36,6 +35,7 @@ from apexrl.envs.mujoco.simulation import (
     set_model_differences,
 )
 from apexrl.envs.mujoco.tasks import GYMNASIUM_TASKS, MujocoTask, NumpyArray, Parts
+from apexrl.envs.step_buffers import StepBuffers
 from apexrl.envs.workers.gym_group import Tree, make_buffers, map_tree
 
 MUJOCO_TASKS: dict[str, type[MujocoTask]] = {**GYMNASIUM_TASKS, "WalkerPayload": WalkerPayload}
@@ -146,19 +146,7 @@ class MujocoVecEnv(VecEnv):
         self.action_space = spaces.Box(bounds[:, 0], bounds[:, 1], dtype=np.float32)
         self._metric_specs = dict(zip(task.terms, task.metrics, strict=True))
         buffers, _ = make_buffers(self.observation_space, self.action_space, self.num_envs, len(task.terms))
-        self._buffers = buffers
-        self._action = torch.from_numpy(buffers.action)
-        self._obs = as_observation(buffers.obs, self.num_envs)
-        # The tensors share memory with the buffers, so these two tuples serve every step.
-        self._running = EnvStep(
-            obs=self._obs,
-            reward=torch.from_numpy(buffers.reward),
-            terminated=torch.from_numpy(buffers.terminated),
-            truncated=torch.from_numpy(buffers.truncated),
-            metric={name: torch.from_numpy(buffers.metric[m]) for m, name in enumerate(task.terms)},
-        )
-        self._ended = self._running._replace(final_obs=as_observation(buffers.final_obs, self.num_envs))
-        self._must_copy = self.device.type != "cpu"
+        self._buffers = StepBuffers(buffers, task.terms, self.device)
         controls = [data.ctrl for data in self._data]
         self._work = list(zip(self.models, self._data, controls, buffers.action, strict=True))
 
@@ -193,17 +181,15 @@ class MujocoVecEnv(VecEnv):
     def _begin_all(self) -> Observation:
         self._was_reset = True
         self._begin(range(self.num_envs))
-        return self._obs.to(self.device) if self._must_copy else self._obs
+        return self._buffers.observation()
 
     def step(self, action: Tensor) -> EnvStep:
         """Apply one action ``[N, A]``, clipped to its bounds, to each environment."""
-        if action.shape != self._action.shape:
-            raise EnvError(f"step needs actions {list(self._action.shape)}, got {list(action.shape)}.")
+        self._buffers.take(action)
         if not self._was_reset:
             raise EnvError("Call reset before step.")
-        buffers, task, space = self._buffers, self.task, self.action_space
+        buffers, task, space = self._buffers.arrays, self.task, self.action_space
         assert isinstance(space, spaces.Box)
-        self._action.copy_(action.detach())
         np.clip(buffers.action, space.low, space.high, out=buffers.action)
         self._threads.run(functools.partial(self._simulate, iter(self._work)))
         self._elapsed += 1
@@ -230,8 +216,7 @@ class MujocoVecEnv(VecEnv):
         if len(ended):
             _copy_tree(buffers.final_obs, buffers.obs)
             self._begin(ended)
-        step = self._ended if len(ended) else self._running
-        return step_to_device(step, self.device) if self._must_copy else step
+        return self._buffers.step(len(ended) > 0)
 
     def _simulate(self, work: Iterator[tuple[Any, Any, NumpyArray, NumpyArray]]) -> None:
         """Take environments from an iterator that several threads share, and apply their actions."""
@@ -267,9 +252,10 @@ class MujocoVecEnv(VecEnv):
 
     def _write_rows(self, rows: NDArray[np.intp]) -> None:
         parts = self.task.observe({name: array[rows] for name, array in self._fields[0][0].items()})
-        fresh = map_tree(lambda x: np.empty((len(rows), *x.shape[1:]), x.dtype), self._buffers.obs)
+        obs = self._buffers.arrays.obs
+        fresh = map_tree(lambda x: np.empty((len(rows), *x.shape[1:]), x.dtype), obs)
         _write_parts(fresh, parts)
-        _copy_tree(self._buffers.obs, fresh, rows)
+        _copy_tree(obs, fresh, rows)
 
     def spawn(self, num_envs: int) -> MujocoVecEnv:
         """Make independent environments of the same kind, with copies of the models in turn."""

@@ -18,10 +18,11 @@ from apexrl.core.errors import ConfigError, EnvError, EnvStateError
 from apexrl.core.instructions import INSTRUCTION_BYTES, encode_instruction
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.types import CONTROL_STEPS, EPISODE_ID, INSTRUCTION_KEY, LOST, TASK_ID, EnvStep, Observation
-from apexrl.envs.adapters.gymnasium import as_observation, step_to_device
 from apexrl.envs.base import VecEnv
 from apexrl.envs.display import draw_without_display
+from apexrl.envs.step_buffers import StepBuffers
 from apexrl.envs.suites.base import InitState, Split, StateEpisode, TaskSuite, own_split
+from apexrl.envs.workers.arrays import make_buffers
 from apexrl.envs.workers.suite_processes import SlotProgress, SuiteWorkers
 
 __all__ = ["INSTRUCTION_BYTES", "SuiteVecEnv", "encode_instruction"]
@@ -110,7 +111,7 @@ class SuiteVecEnv(VecEnv):
         self.observation_space = gym.spaces.Dict(groups)
         self._action_size = int(np.prod(suite.action_space.shape))
         self.action_space = gym.spaces.Box(-1.0, 1.0, (chunk * self._action_size,), np.float32)
-        self._make_buffers(groups)
+        self._make_buffers()
         self._states: dict[int, list[NDArray[np.float64]]] = {}
         self._assigned: tuple[list[InitState], int] | None = None
         """Of the last ``assign``, until it is reset: the episodes, and the control steps of each."""
@@ -140,27 +141,15 @@ class SuiteVecEnv(VecEnv):
             self._started = self._start()
         return self._started
 
-    def _make_buffers(self, groups: Mapping[str, gym.Space[Any]]) -> None:
+    def _make_buffers(self) -> None:
         N = self.num_envs
-        self._obs = {name: np.zeros((N, *(space.shape or ())), space.dtype) for name, space in groups.items()}
-        self._final_obs = {name: array.copy() for name, array in self._obs.items()}
-        self._reward = np.zeros((N, 1), np.float32)
-        self._terminated, self._truncated = np.zeros((N, 1), np.bool_), np.zeros((N, 1), np.bool_)
-        self._metric = {name: np.zeros((N, 1), np.float32) for name in _METRICS}
+        arrays, _ = make_buffers(self.observation_space, self.action_space, N, len(_METRICS))
+        self._obs, self._terminated = arrays.obs, arrays.terminated
         self._info: dict[str, NDArray[Any]] = {
             name: np.zeros((N, 1), np.int64) for name in (EPISODE_ID, TASK_ID, CONTROL_STEPS)
         }
         self._info[LOST] = np.zeros((N, 1), np.bool_)
-        # The tensors share memory with the arrays, so these two tuples serve every step.
-        self._running = EnvStep(
-            obs=as_observation(self._obs, N),
-            reward=torch.from_numpy(self._reward),
-            terminated=torch.from_numpy(self._terminated),
-            truncated=torch.from_numpy(self._truncated),
-            metric={name: torch.from_numpy(array) for name, array in self._metric.items()},
-            info={name: torch.from_numpy(array) for name, array in self._info.items()},
-        )
-        self._ended = self._running._replace(final_obs=as_observation(self._final_obs, N))
+        self._buffers = StepBuffers(arrays, _METRICS, self.device, self._info)
         self._episode, self._task = np.full(N, -1), np.full(N, -1)
         """Number and task of the running episode; -1 where there is none."""
         self._elapsed = np.zeros(N, np.int64)
@@ -256,30 +245,25 @@ class SuiteVecEnv(VecEnv):
         idle = self._episode < 0
         for array in self._obs.values():
             array[idle] = array[0]  # an environment that never ran looks like one that does
-        obs = self._running.obs
-        return obs if self.device.type == "cpu" else obs.to(self.device)
+        return self._buffers.observation()
 
     def step(self, action: Tensor) -> EnvStep:
         """Take a chunk of control steps ``[N, chunk * A]`` in every environment."""
         if not self._was_reset:
             raise EnvError("Call reset before step.")
-        wanted = (self.num_envs, self.chunk * self._action_size)
-        if tuple(action.shape) != wanted:
-            raise EnvError(f"step needs actions {list(wanted)}, got {list(action.shape)}.")
-        chunks = action.detach().float().clamp(-1.0, 1.0).cpu().numpy().reshape(self.num_envs, self.chunk, -1)
+        self._buffers.take(action)
+        arrays = self._buffers.arrays
+        chunks = arrays.action.clip(-1.0, 1.0).reshape(self.num_envs, self.chunk, -1)
         slots = np.flatnonzero((self._episode >= 0) & ~self._lost)
         limits = np.minimum(self.chunk, self._limit - self._elapsed[slots])
         found, lost = self._call(self._workers.advance, slots.tolist(), chunks[slots], limits.tolist())
         self._lost[lost] = True
         ended = self._write(found)
-        if not ended.any():
-            step = self._running
-        else:
-            step = self._ended
+        if ended.any():
             for name, array in self._obs.items():
-                self._final_obs[name][ended] = array[ended]
+                arrays.final_obs[name][ended] = array[ended]
             self._begin(np.flatnonzero(ended & (self._episode >= 0)).tolist())
-        return step if self.device.type == "cpu" else step_to_device(step, self.device)
+        return self._buffers.step(bool(ended.any()))
 
     def _write(self, found: Sequence[SlotProgress]) -> NDArray[np.bool_]:
         """Write what a step gave into the buffers and return ``[N]`` whether the episode ended."""
@@ -294,10 +278,11 @@ class SuiteVecEnv(VecEnv):
             self._elapsed[slots] += taken
             self._terminated[slots, 0] = solved
             info[CONTROL_STEPS][slots, 0] = taken
-        self._metric["control_steps"][:] = info[CONTROL_STEPS]
-        self._reward[:] = self._metric["success"][:] = self._terminated
+        arrays = self._buffers.arrays
+        arrays.metric[:] = self._terminated, info[CONTROL_STEPS]  # in the order of _METRICS
+        arrays.reward[:] = self._terminated
         over = idle | self._lost | (self._elapsed >= self._limit)
-        self._truncated[:, 0] = over & ~self._terminated[:, 0]
+        arrays.truncated[:, 0] = over & ~self._terminated[:, 0]
         return over | self._terminated[:, 0]
 
     def _begin(self, slots: Sequence[int]) -> None:

@@ -10,7 +10,6 @@ import gymnasium as gym
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.core.errors import ConfigError, EnvError, EnvStateError
@@ -93,7 +92,7 @@ class TensorTask(VecEnv):
         """
 
     @abstractmethod
-    def _observe(self, state: Tensor) -> Tensor | dict[str, Tensor]:
+    def _observe(self, state: Tensor) -> Any:
         """Return what is seen in ``state``: ``[N, O]``, or named groups of that; parts of the state will do."""
 
     @abstractmethod
@@ -112,7 +111,8 @@ class TensorTask(VecEnv):
         fresh = self._draw()
         self.state.copy_(fresh)
         self.elapsed.zero_()
-        return self._grouped(self._observe(fresh))
+        obs: Observation = self._observe(fresh)
+        return obs
 
     def step(self, action: Tensor) -> EnvStep:
         """Apply the actions ``[N, A]``; ``final_obs`` is the true successor of every row."""
@@ -126,10 +126,7 @@ class TensorTask(VecEnv):
         self.state.copy_(state)
         self.elapsed.copy_(elapsed)
         obs, reward, terminated, truncated, final_obs, metric = step
-        return EnvStep(self._grouped(obs), reward, terminated, truncated, self._grouped(final_obs), metric)
-
-    def _grouped(self, obs: Tensor | dict[str, Tensor]) -> Observation:
-        return obs if isinstance(obs, Tensor) else TensorDict(obs, batch_size=[self.num_envs])
+        return EnvStep(obs, reward, terminated, truncated, final_obs, metric)
 
     def _eager_transition(
         self, state: Tensor, elapsed: Tensor, action: Tensor, fresh: Tensor, *noise: Tensor
