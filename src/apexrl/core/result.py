@@ -65,15 +65,15 @@ class EvaluationResult(float):
         known = self._known(name)
         return float(known.mean()) if len(known) else math.nan
 
-    def interval(self, name: str, confidence: float = 0.95) -> tuple[float, float]:
+    def interval(self, name: str) -> tuple[float, float]:
         """Confidence interval of the mean: Wilson's for rates, Student's t for other fields.
 
         NaN for one episode, unless it is a rate. Fewer than five episodes warn.
         """
         known = self._known(name)
         if name in RATE_FIELDS and len(known):
-            return wilson_interval(int(known.sum()), len(known), confidence)
-        low, high = mean_interval(known, confidence) if len(known) > 1 else (math.nan, math.nan)
+            return wilson_interval(int(known.sum()), len(known))
+        low, high = mean_interval(known) if len(known) > 1 else (math.nan, math.nan)
         return float(low), float(high)
 
     def logs(self) -> dict[str, float]:

@@ -128,30 +128,17 @@ def compare(a: EvaluationResult, b: EvaluationResult) -> Comparison:
 
 
 def _mean_difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> Difference:
-    d = b - a
-    low, high = mean_interval(d)
-    return Difference(
-        float(a.mean()),
-        float(b.mean()),
-        float(d.mean()),
-        (float(low), float(high)),
-        sign_flip_test(d),
-        "paired sign flips",
-    )
+    low, high = mean_interval(b - a)
+    return _difference(a, b, (float(low), float(high)), sign_flip_test(b - a), "paired sign flips")
 
 
 def _rate_difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> Difference:
-    only_a, only_b = int(((a > 0) & ~(b > 0)).sum()), int(((b > 0) & ~(a > 0)).sum())
-    return Difference(
-        float(a.mean()),
-        float(b.mean()),
-        float((b - a).mean()),
-        paired_rate_interval(only_a, only_b, len(a)),
-        mcnemar_test(only_a, only_b),
-        "McNemar, exact",
-        only_a,
-        only_b,
-    )
+    only = int(((a > 0) & ~(b > 0)).sum()), int(((b > 0) & ~(a > 0)).sum())
+    return _difference(a, b, paired_rate_interval(*only, len(a)), mcnemar_test(*only), "McNemar, exact", *only)
+
+
+def _difference(a: NDArray[np.float64], b: NDArray[np.float64], *how_sure: Any) -> Difference:
+    return Difference(float(a.mean()), float(b.mean()), float((b - a).mean()), *how_sure)
 
 
 def _difference_record(entry: Difference) -> dict[str, Any]:

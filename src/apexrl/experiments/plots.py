@@ -31,16 +31,11 @@ def plot_runs(run_dirs: Sequence[Path], path: Path, tell: Callable[[str], None])
     """
     if path.suffix not in (".png", ".pdf", ".svg"):
         raise ConfigError(f"--output {path} must end in .png, .pdf or .svg.")
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     runs = [_Run(run, tell) for run in run_dirs]
     panels = [panel for panel in _PANELS if any(run.has(panel) for run in runs)]
     if not panels:
         raise RunDirError(f"Nothing to draw yet in {', '.join(map(str, run_dirs))}: no episode has ended.")
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.6), squeeze=False)
+    figure, axes = _subplots(1, len(panels), figsize=(4.6 * len(panels), 3.6), squeeze=False)
     for axis, panel in zip(axes[0], panels, strict=True):
         for index, run in enumerate(runs):
             run.draw(axis, panel, f"C{index}")
@@ -95,17 +90,12 @@ class _Run:
 
 def plot_tasks(tasks: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
     """Draw the success rate of each task with its interval, as bars."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     names = list(tasks)
     rates = [100 * tasks[name]["success_rate"] for name in names]
     bounds = [[100 * bound for bound in tasks[name]["interval"]] for name in names]
     below = [max(0.0, rate - low) for rate, (low, _) in zip(rates, bounds, strict=True)]
     above = [max(0.0, high - rate) for rate, (_, high) in zip(rates, bounds, strict=True)]
-    figure, axis = plt.subplots(figsize=(6.5, 1.2 + 0.34 * len(names)))
+    figure, axis = _subplots(figsize=(6.5, 1.2 + 0.34 * len(names)))
     axis.barh(names, rates, xerr=[below, above], color="C0", alpha=0.8, error_kw={"capsize": 2, "elinewidth": 1})
     axis.invert_yaxis()
     axis.set(xlim=(0, 101), xlabel="success, % (95 % interval)")
@@ -124,17 +114,12 @@ def plot_sweep(
         importance: share of each parameter; may be empty.
         path: of the picture.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     known = [trial for trial in trials if trial["value"] is not None]
     names = list(dict.fromkeys(name for trial in known for name in trial["params"]))
     count = 1 + len(names) + bool(importance)
     columns = min(3, count)
     rows = -(-count // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.4 * rows), squeeze=False)
+    figure, grid = _subplots(rows, columns, figsize=(4.6 * columns, 3.4 * rows), squeeze=False)
     axes = list(grid.flat)
     for axis in axes[count:]:
         axis.set_visible(False)
@@ -166,6 +151,15 @@ def plot_sweep(
 def _coordinate(value: Any) -> Any:
     """Return a place on an axis: numbers as they are, anything else as text."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _subplots(*shape: int, **options: Any) -> tuple[Any, Any]:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt.subplots(*shape, **options)
 
 
 def _save(figure: Any, path: Path) -> Path:

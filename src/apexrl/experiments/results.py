@@ -177,13 +177,8 @@ def read_results(path: Path) -> Results:
 
 def hashed(path: Path) -> dict[str, Any]:
     """Return what names a checkpoint: its path, and the hash of its content."""
-    return {"path": str(path), "sha256": file_hash(path)}
-
-
-def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return {"path": str(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _without_nan(value: Any) -> Any:

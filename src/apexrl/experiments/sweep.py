@@ -123,7 +123,8 @@ class Sweep:
     def _suggest(self, trial: Trial) -> dict[str, Any]:
         """Draw the fields of a trial; what it has already stays. Seed, number and earlier trials decide."""
         state = np.random.SeedSequence([self.file.seed, trial.number]).generate_state(1)
-        self.study.sampler = _sampler(self.file.sampler, int(state[0]))
+        random, tpe, seed = optuna.samplers.RandomSampler, optuna.samplers.TPESampler, int(state[0])
+        self.study.sampler = random(seed) if self.file.sampler == "random" else tpe(seed=seed)
         for dimension in self.file.space:
             if dimension.choices:
                 trial.suggest_categorical(dimension.name, list(_labels(dimension)))
@@ -153,10 +154,8 @@ class Sweep:
         return True
 
     def _finish_seed(self, trial: Trial, seed: int, result: Mapping[str, Any]) -> None:
-        known = {
-            **{name: value for name, value in result["logged"].items() if "/" in name},
-            **_evaluation_numbers(result),
-        }
+        known = {name: value for name, value in result["logged"].items() if "/" in name}
+        known |= {name: value for name, value in result.items() if isinstance(value, float)}
         value = _objective(self.file.objective, known)
         if value is None:  # no other trial will have it
             raise ConfigError(
@@ -265,19 +264,10 @@ def _pruner(name: str) -> optuna.pruners.BasePruner:
     return optuna.pruners.NopPruner()
 
 
-def _sampler(name: str, seed: int) -> optuna.samplers.BaseSampler:
-    return optuna.samplers.RandomSampler(seed) if name == "random" else optuna.samplers.TPESampler(seed=seed)
-
-
 def _objective(name: str, logged: Mapping[str, Any]) -> float | None:
     """Return the objective from numbers by their log names; None when it is not there or not finite."""
     value = logged.get(name, logged.get(f"eval/{name}"))
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _evaluation_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of an evaluation's record."""
-    return {name: value for name, value in record.items() if isinstance(value, float)}
 
 
 def _mend_journal(path: Path) -> None:

@@ -29,32 +29,9 @@ from apexrl.policies.base import HasSpaces, Policy
 from apexrl.policies.exploration import explore
 from apexrl.policies.networks import Distribution, MLPCritic, ObservationNormalizer
 from apexrl.policies.networks.actor import ActionHead, choice_sizes
-from apexrl.policies.networks.encoder import ObservationEncoder, linear, mlp
+from apexrl.policies.networks.encoder import ObservationEncoder, ObservationMLP, linear, mlp
 
 HistoryKind = Literal["mlp", "conv", "gru"]
-
-
-class FeatureEncoder(nn.Module):
-    """Groups of the observation to a feature vector."""
-
-    def __init__(
-        self,
-        observation_space: gym.Space[Any],
-        groups: Sequence[str],
-        hidden_dims: Sequence[int],
-        num_features: int,
-        activation: str,
-    ) -> None:
-        super().__init__()
-        self.encoder = ObservationEncoder(observation_space, groups)
-        widths = [self.encoder.num_features, *hidden_dims]
-        self.trunk = mlp(widths, activation)
-        self.head = linear(widths[-1], num_features, gain=1.0)
-
-    def forward(self, obs: Observation) -> Tensor:
-        """Return features ``[..., F]``."""
-        features: Tensor = self.head(self.trunk(self.encoder(obs)))
-        return features
 
 
 class AdaptationModule(nn.Module):
@@ -237,8 +214,8 @@ class ROAPolicy(Policy):
         self.history = history
         seen = select_groups(leaf_spaces(observation_space), [OBS_KEY, *command, *thing], privileged=False)
         self._student_shapes = {path: box.shape or (1,) for path, box in seen.items()}
-        self.encoder_priv = FeatureEncoder(
-            observation_space, [OBS_PRIV_KEY, *thing], encoder_dims, num_features, activation
+        self.encoder_priv = ObservationMLP(
+            observation_space, [OBS_PRIV_KEY, *thing], encoder_dims, activation, num_features
         )
         self.actor, self.actor_adapt = (
             LatentActor(

@@ -12,6 +12,8 @@ from scipy import stats
 
 from apexrl.core.errors import FewSamplesWarning
 
+CONFIDENCE = 0.95
+"""The share of intervals that hold the true value."""
 FEWEST = 5
 """Samples; an interval of fewer warns."""
 TRIMMED = 0.25
@@ -20,33 +22,30 @@ NUM_FLIPS = 20_000
 """Of the sign-flip test; up to 14 differences all of their 2^n signs are tried instead."""
 
 
-def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
     """Return Wilson's interval of a rate.
 
     (p + z²/2n ± z √(p(1 − p)/n + z²/4n²)) / (1 + z²/n)
     """
     _warn_of_few(trials)
-    low, high = stats.binomtest(successes, trials).proportion_ci(confidence, method="wilson")
+    low, high = stats.binomtest(successes, trials).proportion_ci(CONFIDENCE, method="wilson")
     return float(low), float(high)
 
 
-def mean_interval(
-    values: NDArray[np.float64], confidence: float = 0.95, *, trials: int | None = None
-) -> tuple[Any, Any]:
+def mean_interval(values: NDArray[np.float64], *, trials: int | None = None) -> tuple[Any, Any]:
     """Return Student's t interval of the mean.
 
     x̄ ± t_{n-1} s / √n
 
     Args:
         values: samples ``[n, ...]``.
-        confidence: the share of such intervals that hold the true mean, for normal samples.
         trials: of rates ``[n]``, in how many trials they were found, all together. Their interval lies within 0 and 1.
             Where they are all equal, which does not say that the next one is, it is Wilson's interval over all trials.
 
     Returns:
         Lower and upper end ``[...]``; NaN for one sample, which tells nothing about others.
     """
-    return _of_rate(values.mean(0), *_t_interval(values.mean(0), values, len(values), confidence), confidence, trials)
+    return _of_rate(values.mean(0), *_t_interval(values.mean(0), values, len(values)), trials)
 
 
 def iqm(values: NDArray[np.float64], axis: int | None = 0) -> Any:
@@ -54,9 +53,7 @@ def iqm(values: NDArray[np.float64], axis: int | None = 0) -> Any:
     return stats.trim_mean(values, TRIMMED, axis=axis)
 
 
-def iqm_interval(
-    values: NDArray[np.float64], confidence: float = 0.95, *, trials: int | None = None
-) -> tuple[Any, Any]:
+def iqm_interval(values: NDArray[np.float64], *, trials: int | None = None) -> tuple[Any, Any]:
     """Return the Winsorised t interval of the interquartile mean over seeds and tasks.
 
     Of the N = S K sorted values g = ⌊N / 4⌋ are left out at each end and h = N - 2g remain. Winsorised, the ends take
@@ -70,7 +67,6 @@ def iqm_interval(
 
     Args:
         values: ``[S, K, ...]`` of seeds and tasks.
-        confidence: as in ``mean_interval``.
         trials: of rates ``[S, K]``, as in ``mean_interval``.
 
     Returns:
@@ -85,31 +81,29 @@ def iqm_interval(
     remaining = 1 - 2 * num_left_out / len(pooled)
     center = pooled[num_left_out : len(pooled) - num_left_out].mean(0)
     effective = num_seeds - (1 - remaining) * num_seeds / num_tasks**0.5
-    return _of_rate(center, *_t_interval(center, winsorised / remaining, effective, confidence), confidence, trials)
+    return _of_rate(center, *_t_interval(center, winsorised / remaining, effective), trials)
 
 
-def _of_rate(center: Any, low: Any, high: Any, confidence: float, trials: int | None) -> tuple[Any, Any]:
+def _of_rate(center: Any, low: Any, high: Any, trials: int | None) -> tuple[Any, Any]:
     if trials is None:
         return low, high
     if high - low <= 1e-12:
-        return wilson_interval(round(center * trials), trials, confidence)
+        return wilson_interval(round(center * trials), trials)
     return np.clip(low, 0.0, 1.0), np.clip(high, 0.0, 1.0)
 
 
-def _t_interval(center: Any, samples: NDArray[np.float64], effective: float, confidence: float) -> tuple[Any, Any]:
+def _t_interval(center: Any, samples: NDArray[np.float64], effective: float) -> tuple[Any, Any]:
     """Return center ± t_{m-1} √(Σ (x - x̄)² / n · m / (m - 1) / n) for ``m`` effective samples of ``n``."""
     num = len(samples)
     if num < 2:
         return np.full_like(center, np.nan)[()], np.full_like(center, np.nan)[()]
     _warn_of_few(num)
     error = samples.std(0) * np.sqrt(effective / (effective - 1) / num)
-    reach = stats.t.ppf((1 + confidence) / 2, effective - 1) * error
+    reach = stats.t.ppf((1 + CONFIDENCE) / 2, effective - 1) * error
     return center - reach, center + reach
 
 
-def paired_rate_interval(
-    only_first: int, only_second: int, pairs: int, confidence: float = 0.95
-) -> tuple[float, float]:
+def paired_rate_interval(only_first: int, only_second: int, pairs: int) -> tuple[float, float]:
     """Return Tango's score interval of the difference of two rates in pairs, second minus first.
 
     The differences d that the score test with a continuity correction of half a pair does not reject:
@@ -120,7 +114,7 @@ def paired_rate_interval(
     alone given d. It has a width for any counts.
     """
     _warn_of_few(pairs)
-    z, found = stats.norm.ppf((1 + confidence) / 2), (only_second - only_first) / pairs
+    z, found = stats.norm.ppf((1 + CONFIDENCE) / 2), (only_second - only_first) / pairs
 
     def accepted(d: float) -> bool:
         linear = (2 * pairs - only_second + only_first) * d - only_first - only_second

@@ -177,7 +177,7 @@ class _Plots:
             "id": name,
             "title": title,
             "label": f"Plot: {title}",
-            "height": figure["layout"].get("height", 290),
+            "height": figure["layout"].get("height", PLOT_HEIGHT),
             **more,
         }
 

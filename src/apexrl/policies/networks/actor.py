@@ -137,7 +137,7 @@ def choice_sizes(action_space: gym.Space[Any]) -> list[int] | None:
 
 
 class MLPActor(nn.Module):
-    """Encoder, hidden layers, action head.
+    """Encoder, hidden layers, and an ``ActionHead``, which takes the other options.
 
     A custom actor is any module with this constructor and ``forward(obs) -> Distribution``.
     """
@@ -150,28 +150,13 @@ class MLPActor(nn.Module):
         hidden_dims: Sequence[int] = (64, 64),
         activation: str = "tanh",
         groups: Sequence[str] | None = None,
-        distribution: DistributionName = "auto",
-        init_std: float = 1.0,
-        state_dependent_std: bool = False,
-        min_std: float = 1e-3,
-        max_std: float = 10.0,
-        gsde: bool = False,
-        gsde_interval: int = 4,
+        **head_options: Any,
     ) -> None:
         super().__init__()
         self.encoder = ObservationEncoder(observation_space, groups)
-        self.trunk = mlp([self.encoder.num_features, *hidden_dims], activation)
-        self.action_head = ActionHead(
-            [self.encoder.num_features, *hidden_dims][-1],
-            action_space,
-            distribution=distribution,
-            init_std=init_std,
-            state_dependent_std=state_dependent_std,
-            min_std=min_std,
-            max_std=max_std,
-            gsde=gsde,
-            gsde_interval=gsde_interval,
-        )
+        widths = [self.encoder.num_features, *hidden_dims]
+        self.trunk = mlp(widths, activation)
+        self.action_head = ActionHead(widths[-1], action_space, **head_options)
 
     def forward(self, obs: Observation) -> Distribution:
         """Return the action distribution for observations ``[..., *shape]``."""

@@ -126,6 +126,31 @@ class ObservationEncoder(nn.Module):
         return value.flatten(-num_dims).float()
 
 
+class ObservationMLP(nn.Module):
+    """Encoder, hidden layers and a linear layer: from an observation to some numbers."""
+
+    def __init__(
+        self,
+        observation_space: gym.Space[Any],
+        groups: Sequence[str] | None,
+        hidden_dims: Sequence[int],
+        activation: str,
+        num_outputs: int,
+        *,
+        privileged: bool = False,
+    ) -> None:
+        super().__init__()
+        self.encoder = ObservationEncoder(observation_space, groups, privileged=privileged)
+        widths = [self.encoder.num_features, *hidden_dims]
+        self.trunk = mlp(widths, activation)
+        self.head = linear(widths[-1], num_outputs, gain=1.0)
+
+    def forward(self, obs: Observation) -> Tensor:
+        """Return ``[..., num_outputs]``."""
+        outputs: Tensor = self.head(self.trunk(self.encoder(obs)))
+        return outputs
+
+
 def map_leaves(obs: Observation, modules: Mapping[str, nn.Module]) -> Observation:
     """Apply a module to each leaf that has one; the others stay."""
     if isinstance(obs, Tensor):

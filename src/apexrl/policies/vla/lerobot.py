@@ -135,17 +135,9 @@ class LeRobotPolicy(Policy):
             cameras=cameras,
         )
 
-    def set_statistics(
-        self,
-        state_mean: Tensor,
-        state_std: Tensor,
-        action_mean: Tensor,
-        action_std: Tensor,
-        *,
-        min_std: float = 0.05,
-    ) -> None:
+    def set_statistics(self, *statistics: Tensor, min_std: float = 0.05) -> None:
         """Normalise by statistics of demonstrations from here on, as ``VLAPolicy.set_statistics``."""
-        self.scaling.set_statistics(state_mean, state_std, action_mean, action_std, min_std)
+        self.scaling.set_statistics(*statistics, min_std=min_std)
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
         """Return ``action``, the first ``chunk`` actions of its own chunk, and NaN for its log-probability.

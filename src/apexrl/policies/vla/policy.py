@@ -185,7 +185,7 @@ class VLAPolicy(Policy):
             action_std: ``[A]``, or ``[chunk * A]``.
             min_std: lower bound of the standard deviations: what hardly moved in a few demonstrations may move later.
         """
-        self.scaling.set_statistics(state_mean, state_std, action_mean, action_std, min_std)
+        self.scaling.set_statistics(state_mean, state_std, action_mean, action_std, min_std=min_std)
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
         """Return ``action``, ``sample_log_prob`` and, of a flow policy, ``denoising``.

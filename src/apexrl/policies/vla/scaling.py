@@ -37,7 +37,7 @@ class Scaling(nn.Module):
 
     @torch.no_grad()
     def set_statistics(
-        self, state_mean: Tensor, state_std: Tensor, action_mean: Tensor, action_std: Tensor, min_std: float
+        self, state_mean: Tensor, state_std: Tensor, action_mean: Tensor, action_std: Tensor, *, min_std: float
     ) -> None:
         """Take over statistics; those of one control step hold for every step of a chunk."""
         given = {
