@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import scipy  # imports scipy.stats, which takes half a second, when it is first used
 from numpy.typing import NDArray
-from scipy import stats
 
 from apexrl.core.errors import FewSamplesWarning
 
@@ -28,7 +28,7 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
     (p + z²/2n ± z √(p(1 − p)/n + z²/4n²)) / (1 + z²/n)
     """
     _warn_of_few(trials)
-    low, high = stats.binomtest(successes, trials).proportion_ci(CONFIDENCE, method="wilson")
+    low, high = scipy.stats.binomtest(successes, trials).proportion_ci(CONFIDENCE, method="wilson")
     return float(low), float(high)
 
 
@@ -50,7 +50,7 @@ def mean_interval(values: NDArray[np.float64], *, trials: int | None = None) -> 
 
 def iqm(values: NDArray[np.float64], axis: int | None = 0) -> Any:
     """Interquartile mean: the mean without the lowest and the highest quarter; of all values for ``axis=None``."""
-    return stats.trim_mean(values, TRIMMED, axis=axis)
+    return scipy.stats.trim_mean(values, TRIMMED, axis=axis)
 
 
 def iqm_interval(values: NDArray[np.float64], *, trials: int | None = None) -> tuple[Any, Any]:
@@ -99,7 +99,7 @@ def _t_interval(center: Any, samples: NDArray[np.float64], effective: float) -> 
         return np.full_like(center, np.nan)[()], np.full_like(center, np.nan)[()]
     _warn_of_few(num)
     error = samples.std(0) * np.sqrt(effective / (effective - 1) / num)
-    reach = stats.t.ppf((1 + CONFIDENCE) / 2, effective - 1) * error
+    reach = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, effective - 1) * error
     return center - reach, center + reach
 
 
@@ -114,7 +114,7 @@ def paired_rate_interval(only_first: int, only_second: int, pairs: int) -> tuple
     alone given d. It has a width for any counts.
     """
     _warn_of_few(pairs)
-    z, found = stats.norm.ppf((1 + CONFIDENCE) / 2), (only_second - only_first) / pairs
+    z, found = scipy.stats.norm.ppf((1 + CONFIDENCE) / 2), (only_second - only_first) / pairs
 
     def accepted(d: float) -> bool:
         linear = (2 * pairs - only_second + only_first) * d - only_first - only_second
@@ -153,7 +153,7 @@ def sign_flip_test(differences: NDArray[np.float64]) -> float:
     """
     if len(differences) < 2 or not differences.any():
         return 1.0
-    test = stats.permutation_test(
+    test = scipy.stats.permutation_test(
         (differences,),
         np.mean,
         permutation_type="samples",
@@ -173,4 +173,4 @@ def mcnemar_test(only_first: int, only_second: int) -> float:
     """
     if only_first + only_second == 0:
         return 1.0
-    return float(stats.binomtest(only_first, only_first + only_second, 0.5).pvalue)
+    return float(scipy.stats.binomtest(only_first, only_first + only_second, 0.5).pvalue)

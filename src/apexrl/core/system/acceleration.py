@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-CPU_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"cpp_wrapper": True, "cpp.use_decompose_tanh": True}
-"""For small networks, calls from Python take longer than the kernels, and exact tanh as long as the matrix products."""
+from apexrl.core.system import code_cache
+
 _compiling = threading.Lock()
 WARM_UP_CALLS = 3
 """Calls that run eagerly before a capture: libraries set themselves up in them, and their results count."""
@@ -159,7 +159,9 @@ class Compiled:
 
     Compiled code draws the same random numbers as eager code. What ``torch.compile`` checks before every call takes as
     long as a small network on a CPU, so nothing is checked after the first: arguments of other shapes need another
-    ``key``, and whatever is not a tensor stays as it was at the first call, until ``forget``.
+    ``key``, and whatever is not a tensor stays as it was at the first call, until ``forget``. On a CPU the function
+    must also read and write the same memory at every call, apart from its arguments; where the compiler fails, it runs
+    as it is, and one warning says why.
 
     Args:
         function: what to run; a graph break costs speed, nothing else.
@@ -169,7 +171,7 @@ class Compiled:
 
     def __init__(self, function: Callable[..., Any], *, enabled: bool, device: torch.device) -> None:
         self.function, self.enabled = function, enabled
-        self.options = CPU_OPTIONS if device.type == "cpu" else None
+        self.on_cpu = device.type == "cpu"
         self._ready: dict[Hashable, Callable[..., Any]] = {}
 
     def __call__(self, *arguments: Any, key: Hashable = None) -> Any:
@@ -186,6 +188,16 @@ class Compiled:
         self._ready.clear()
 
     def _compile(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        if not self.on_cpu:
+            return self._compile_for_gpu(arguments)
+        try:
+            return code_cache.compile_function(self.function, arguments)
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            warnings.warn(f"Compilation failed, so this runs uncompiled: {reason}", stacklevel=3)
+            return self.function
+
+    def _compile_for_gpu(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         import torch._dynamo.config
         import torch._inductor.config
 
@@ -195,12 +207,12 @@ class Compiled:
         def call(*arguments: Any) -> Any:  # ahead of time, functions are compiled and methods are not
             return function(*arguments)
 
-        whole: Any = torch.compile(call, dynamic=False, fullgraph=True, options=self.options)
+        whole: Any = torch.compile(call, dynamic=False, fullgraph=True)
         try:
             with torch._dynamo.config.patch(specialize_float=True), _from_entropy():
                 ready = whole.aot_compile((arguments, {}))
         except Exception:  # a graph break, or something that it cannot write down: then as usual, with the checks
-            return torch.compile(self.function, dynamic=False, options=self.options)
+            return torch.compile(self.function, dynamic=False)
         ready.disable_guard_check()
         return ready  # type: ignore[no-any-return]
 
