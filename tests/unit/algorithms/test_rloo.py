@@ -404,11 +404,11 @@ def test_what_did_better_becomes_likelier_for_both_heads_of_a_vla(head: Literal[
     assert score.item() > 0.003
 
 
-@pytest.mark.parametrize(("head", "noise"), [("likelihood", "every_step"), ("flow", "last_step")])
-def test_actions_of_a_chunk_that_were_never_executed_do_not_count(head: Any, noise: Any) -> None:
+@pytest.mark.parametrize(("head", "options"), [("likelihood", {}), ("flow", {"noise": "last_step"})])
+def test_actions_of_a_chunk_that_were_never_executed_do_not_count(head: Any, options: dict[str, Any]) -> None:
     def run(tail: float) -> tuple[dict[str, Tensor], Tensor]:
         torch.manual_seed(0)
-        policy = VLAPolicy(OBSERVATION_SPACE, ACTION_SPACE, chunk=2, head=head, noise=noise, width=32, depth=1, heads=2)
+        policy = VLAPolicy(OBSERVATION_SPACE, ACTION_SPACE, chunk=2, head=head, width=32, depth=1, heads=2, **options)
         algorithm = RLOO(policy=policy, cfg=RLOOConfig(**ONE_STEP))
         batch = sample(policy)
         # Every chunk ended after the first of its two actions; what the second would have been is moved.
@@ -573,10 +573,10 @@ def test_the_weight_of_imitation_means_the_same_for_every_head_and_leaves_the_de
     # The mean of (b - 0.7)² at b = 0 has the gradient -1.4 in all, whatever the deviation, the chunk and the head.
     obs = TensorDict({"state": torch.zeros(8, 2)}, batch_size=[8])
     shown = TensorDict({"observation": obs, "action": torch.full((8, CHUNK), 0.7)}, batch_size=[8])
-    heads: tuple[Literal["likelihood", "flow"], ...] = ("likelihood", "flow")
+    heads: dict[Literal["likelihood", "flow"], dict[str, Any]] = {"likelihood": {"init_std": 0.5}, "flow": {}}
     policies: dict[str, tuple[Policy, Any]] = {}
-    for head in heads:
-        vla = VLAPolicy(OBSERVATION_SPACE, ACTION_SPACE, chunk=2, head=head, init_std=0.5, width=32, depth=1, heads=2)
+    for head, options in heads.items():
+        vla = VLAPolicy(OBSERVATION_SPACE, ACTION_SPACE, chunk=2, head=head, width=32, depth=1, heads=2, **options)
         policies[head] = vla, vla.expert.head
     mlp = make_policy()
     policies["mlp"] = mlp, mlp.actor.action_head.head  # type: ignore[union-attr]

@@ -39,7 +39,7 @@ def flow_policy(**options: float | str) -> VLAPolicy:
 
 @pytest.mark.parametrize("kind", ["gaussian", "laplace"])
 def test_densities_agree_with_torch(kind: str) -> None:
-    policy = VLAPolicy(SPACE, ACTIONS, chunk=3, distribution=kind, init_std=0.4)  # type: ignore[arg-type]
+    policy = VLAPolicy(SPACE, ACTIONS, chunk=3, distribution=kind, init_std=0.4)
     assert policy.likelihood is not None
     policy.likelihood.log_std.data = torch.tensor([0.2, 0.5]).log()
     obs = observe(5)

@@ -23,6 +23,8 @@ from apexrl.core.metrics import MetricSpec
 from apexrl.policies import VLAPolicy
 from apexrl.policies.config import PolicyConfig, VLAConfig
 from apexrl.policies.networks.actor import ActionHead
+from apexrl.policies.vla.flow import FlowHead
+from apexrl.policies.vla.likelihood import LikelihoodHead
 from apexrl.policies.vla.policy import FREEZABLE
 from apexrl.run.config import CONFIG_SECTIONS, Config, field_help, field_paths, make_config
 from apexrl.run.loading import load_config, parse_yaml, preset_names, preset_summary, read_source, with_overrides
@@ -325,7 +327,10 @@ def test_any_file_is_taken_or_refused(text: str) -> None:
 # Every field counts
 
 
-TAKEN_BY_NAME = {VLAConfig: VLAPolicy, PolicyConfig: ActionHead}
+TAKEN_BY_NAME: dict[type, tuple[type, ...]] = {
+    VLAConfig: (VLAPolicy, LikelihoodHead, FlowHead),
+    PolicyConfig: (ActionHead,),
+}
 """Networks that are given fields as options of the same name."""
 
 
@@ -350,7 +355,7 @@ def _reads(sources: Iterable[Path]) -> set[tuple[str, str]]:
 
 
 def _unread(section: str, cls: type, names: Iterable[str], reads: set[tuple[str, str]]) -> list[str]:
-    taken = inspect.signature(TAKEN_BY_NAME[cls]).parameters if cls in TAKEN_BY_NAME else ()
+    taken = {name for taker in TAKEN_BY_NAME.get(cls, ()) for name in inspect.signature(taker).parameters}
     owners = (section, cls.__name__, "cfg", "roa_cfg")
     return [name for name in names if name not in taken and not any((owner, name) in reads for owner in owners)]
 

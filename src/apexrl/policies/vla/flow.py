@@ -61,6 +61,7 @@ class FlowHead(nn.Module):
         noise: every_step, the stochastic equation, or last_step, a Gaussian around the end of the ordinary one.
         noise_level: η.
         guidance: scale s of classifier-free guidance; 1 is the conditional field alone.
+        condition_dropout: share of demonstrations that train the unconditional branch.
     """
 
     times: Tensor

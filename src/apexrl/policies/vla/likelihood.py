@@ -62,7 +62,7 @@ class LikelihoodHead(nn.Module):
         init_std: standard deviation at the start, on normalised actions.
         min_std: lower bound.
         max_std: upper bound.
-        learn_std: False keeps it as it is.
+        learn_std: let reinforcement learning change it; imitation never does.
     """
 
     def __init__(

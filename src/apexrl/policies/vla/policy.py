@@ -25,8 +25,8 @@ from apexrl.core.types import (
 )
 from apexrl.policies.base import Policy, state_values
 from apexrl.policies.networks import DiagGaussian, leaves
-from apexrl.policies.vla.flow import FlowHead, NoiseKind, masked_mean_square
-from apexrl.policies.vla.likelihood import DiagLaplace, DistributionKind, LikelihoodHead
+from apexrl.policies.vla.flow import FlowHead, masked_mean_square
+from apexrl.policies.vla.likelihood import DiagLaplace, LikelihoodHead
 from apexrl.policies.vla.model import SIZES, ActionExpert, Dimensions, Prefix, PrefixTransformer
 from apexrl.policies.vla.scaling import Scaling
 from apexrl.policies.vla.towers import PictureTower, StateTower, TextTower, default_patch
@@ -35,6 +35,11 @@ DENOISING = "denoising"
 """``[..., K + 1, chunk * A]``: the path from noise to the normalised chunk that a flow policy took."""
 VALID_STEPS = "valid_steps"
 """``[..., 1]``: how many actions of a chunk were demonstrated, or executed; the others do not count."""
+HEAD_OPTIONS = {
+    "likelihood": ("distribution", "init_std", "learn_std"),
+    "flow": ("denoising_steps", "noise", "noise_level", "guidance"),
+}
+"""The fields of a ``VLAConfig`` that one head alone reads."""
 FREEZABLE = ("vision", "text", "state", "prefix", "expert")
 
 
@@ -55,19 +60,10 @@ class VLAPolicy(Policy):
         max_words: of an instruction.
         patch_size: pixels of a picture token's side; None makes about 8 by 8 tokens a picture.
         normalize_obs: normalise the state by the statistics of demonstrations.
-        distribution: of the likelihood head: ``gaussian`` or ``laplace``.
-        init_std: of the likelihood head at the start, on normalised actions.
-        min_std: its lower bound.
-        max_std: its upper bound.
-        learn_std: let reinforcement learning change it; imitation never does.
-        denoising_steps: of the flow head.
-        noise: in every_step of the flow head's sampler, or in the last_step alone.
-        noise_level: its size.
-        guidance: of the flow head; 1 is the conditional field alone.
-        condition_dropout: share of demonstrations that train the flow head's unconditional branch.
         lora_rank: train additions of this rank instead of the transformers' weights; 0 trains the weights.
         freeze: parts that are not trained: vision, text, state, prefix, expert.
         value_head: value states, for PPO: a small network on the mean of the prefix's tokens.
+        **head_options: of ``LikelihoodHead`` or ``FlowHead``.
     """
 
     has_own_loss = True
@@ -88,19 +84,10 @@ class VLAPolicy(Policy):
         max_words: int = 20,
         patch_size: int | None = None,
         normalize_obs: bool = True,
-        distribution: DistributionKind = "gaussian",
-        init_std: float = 0.6,
-        min_std: float = 0.01,
-        max_std: float = 2.0,
-        learn_std: bool = True,
-        denoising_steps: int = 5,
-        noise: NoiseKind = "every_step",
-        noise_level: float = 0.5,
-        guidance: float = 1.0,
-        condition_dropout: float = 0.1,
         lora_rank: int = 0,
         freeze: Sequence[str] = (),
         value_head: bool = False,
+        **head_options: Any,
     ) -> None:
         super().__init__(observation_space, action_space)
         num_actions = _action_size(action_space, chunk)
@@ -131,25 +118,9 @@ class VLAPolicy(Policy):
         self.likelihood: LikelihoodHead | None = None
         self.flow: FlowHead | None = None
         if head == "likelihood":
-            self.likelihood = LikelihoodHead(
-                chunk,
-                num_actions,
-                distribution=distribution,
-                init_std=init_std,
-                min_std=min_std,
-                max_std=max_std,
-                learn_std=learn_std,
-            )
+            self.likelihood = LikelihoodHead(chunk, num_actions, **head_options)
         elif head == "flow":
-            self.flow = FlowHead(
-                dimensions.expert_width,
-                num_actions,
-                denoising_steps=denoising_steps,
-                noise=noise,
-                noise_level=noise_level,
-                guidance=guidance,
-                condition_dropout=condition_dropout,
-            )
+            self.flow = FlowHead(dimensions.expert_width, num_actions, **head_options)
         else:
             raise ConfigError(f"policy.head must be likelihood or flow, got '{head}'.")
         self._freeze(freeze, lora_rank)
@@ -163,8 +134,8 @@ class VLAPolicy(Policy):
     @classmethod
     def from_config(cls, cfg: Any, env: Any, critic_options: Mapping[str, Any], *, needs_value: bool) -> Self:
         """Create the policy of a ``VLAConfig``, whose fields are its options; it plans as the environment acts."""
-        options = asdict(cfg)
-        del options["kind"]
+        unread = {"kind", *(name for head, names in HEAD_OPTIONS.items() if head != cfg.head for name in names)}
+        options = {name: value for name, value in asdict(cfg).items() if name not in unread}
         return cls.for_env(env, **options, chunk=env.chunk, value_head=needs_value)
 
     def set_statistics(
