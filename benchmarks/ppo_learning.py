@@ -62,7 +62,7 @@ def ours(config: Config, seed: int, steps: int, episodes: int) -> tuple[float, f
     torch.manual_seed(seed)
     env = config.task.make_env("cpu")
     policy = make_policy(config.policy, env, torch.device("cpu"), config.algo)
-    acceleration = Acceleration(compile=config.features.compile)
+    acceleration = Acceleration(compile=bool(config.features.compile))
     algorithm = PPO(policy=policy, cfg=config.algo, acceleration=acceleration)
     collector = SyncCollector(env, policy, keep=algorithm.required_keys, seed=seed, acceleration=acceleration)
     trainer = Trainer(env, policy, algorithm, TrainingConfig(seed=seed, eval_num_envs=5), collector=collector)

@@ -53,6 +53,10 @@ class AlgorithmConfig:
         """Raise when rollouts of this many environments cannot be learned from."""
         return
 
+    def num_gradient_steps(self, total_steps: int, num_envs: int) -> int:
+        """Return about how many gradient steps so many environment steps bring, where compiling them can win time."""
+        return 0
+
     def imitation(self, init_from: str) -> AlgorithmConfig | None:
         """Return the imitation that a run begins with, unless it starts from trained weights (``init_from``)."""
         return None

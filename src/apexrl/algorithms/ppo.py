@@ -121,6 +121,10 @@ class PPOConfig(AlgorithmConfig):
             value = getattr(self, name)
             require(name, value is None or value > 0, "must be positive or null")
 
+    def num_gradient_steps(self, total_steps: int, num_envs: int) -> int:
+        """Return those of all minibatches."""
+        return total_steps // (self.num_steps * num_envs) * self.num_epochs * self.num_minibatches
+
     def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
         """Raise when rollouts of this many environments cannot be cut into the wanted minibatches."""
         parts = num_envs if keeps_sequences else self.num_steps * num_envs

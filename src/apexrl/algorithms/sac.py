@@ -116,6 +116,10 @@ class SACConfig(AlgorithmConfig):
             f"must not be above algo.replay_capacity ({self.replay_capacity})",
         )
 
+    def num_gradient_steps(self, total_steps: int, num_envs: int) -> int:
+        """Return those after the start of learning."""
+        return int(self.utd_ratio * max(0, total_steps - self.learning_starts))
+
     def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
         """Raise when a rollout of this many environments does not fit into the replay buffer."""
         if self.num_steps * num_envs > self.replay_capacity:

@@ -50,7 +50,8 @@ def make_trainer(
         lock: of the run directory, which the trainer gives back.
     """
     device = prepare_device(config)
-    whole, config = config, _own_share(config)
+    whole = decided(config, device)
+    config = _own_share(whole)
     task, training, features = config.task, config.training, config.features
     torch.manual_seed(training.seed)
     random.seed(training.seed)
@@ -61,7 +62,8 @@ def make_trainer(
     if init_from:
         # Before the algorithm is made, which may copy weights from one network to another.
         _start_from(policy, Path(init_from), env)
-    acceleration = Acceleration(graphs=features.graphs, compile=features.compile, precision=features.precision)
+    precision: Any = features.precision
+    acceleration = Acceleration(graphs=features.graphs, compile=bool(features.compile), precision=precision)
     acceleration.apply()
     several, in_background = distributed.world_size() > 1, training.collector == "async"
     if in_background or several:
@@ -74,7 +76,8 @@ def make_trainer(
     if init_from:
         algorithm.begin_trained(config.policy.init_std)
     loggers = [*loggers, *task.loggers(run_dir)]
-    collector = task.make_collector(config, env, algorithm, acceleration, run_dir)
+    collecting = replace(acceleration, compile=acceleration.compile and features.compile is True)
+    collector = task.make_collector(config, env, algorithm, collecting, run_dir)
     collector.on_message = partial(tell, loggers)
     trainer = Trainer(
         env,
@@ -97,6 +100,29 @@ def make_trainer(
     elif in_background and graphs:
         trainer.tell("training.collector async switches CUDA graphs off: another thread uses the device.")
     return trainer
+
+
+COMPILE_FROM = {"cpu": 5_000, "cuda": 20_000}
+"""Gradient steps of a run from which compiling them wins the time back; on a GPU those of a legged robot's training."""
+COMPILE_ROLLOUT_FROM = 200_000
+"""Steps of the environments together from which compiling the policy wins the time back on a CPU."""
+
+
+def decided(config: Config, device: torch.device) -> Config:
+    """Return the configuration with ``auto`` decided, by the numbers of the run alone: equal runs decide alike.
+
+    What is in the cache of compiled code does not count, because compiled code rounds differently.
+    """
+    features, training, num_envs = config.features, config.training, config.task.num_envs
+    compiles, precision = features.compile, features.precision
+    if compiles == "auto":
+        total = training.num_train_steps * getattr(config.algo, "num_steps", 0) * num_envs or training.total_timesteps
+        enough = config.algo.num_gradient_steps(total, num_envs) >= COMPILE_FROM.get(device.type, math.inf)
+        whole = device.type != "cpu" or total // num_envs >= COMPILE_ROLLOUT_FROM
+        compiles = enough and distributed.world_size() == 1 and (whole or "update")
+    if precision == "auto":
+        precision = "tf32" if device.type == "cuda" else "fp32"
+    return replace(config, features=replace(features, compile=compiles, precision=precision))
 
 
 def schedule(config: Config, num_tasks: int) -> TrainingConfig:

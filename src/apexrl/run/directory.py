@@ -22,7 +22,7 @@ from apexrl.core.errors import ConfigError, RunDirError
 from apexrl.core.system import distributed, files
 from apexrl.core.system.json_lines import cut_json_lines
 from apexrl.core.system.provenance import add_start
-from apexrl.run.build import make_trainer, prepare_device
+from apexrl.run.build import decided, make_trainer, prepare_device
 from apexrl.run.config import Config, make_config
 from apexrl.run.loading import read_config, with_overrides
 from apexrl.run.suite import FINAL_RESULTS, IMITATION, imitation_config
@@ -42,7 +42,7 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
         loggers: more places for the numbers, besides the files of the run.
         name: used when ``run_dir`` is None.
     """
-    distributed.join_ranks(prepare_device(config))
+    config = _joined(config)
     made = run_dir is None or not run_dir.exists()
     run_dir = distributed.on_main_process(lambda: claim(new_run_dir(name) if run_dir is None else run_dir))
     lock = files.DirectoryLock(run_dir)
@@ -69,6 +69,13 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
                 run_dir.rmdir()
         raise
     return trainer
+
+
+def _joined(config: Config) -> Config:
+    """Join the other processes, where there are any, and decide what the run directory shall say from now on."""
+    device = prepare_device(config)
+    distributed.join_ranks(device)
+    return decided(config, device)
 
 
 def _clear(run_dir: Path) -> None:
@@ -153,7 +160,7 @@ def resume(run_dir: Path, overrides: Iterable[tuple[str, str]] = (), loggers: Se
 
 
 def _resume(config: Config, run_dir: Path, loggers: Sequence[Logger]) -> Trainer:
-    distributed.join_ranks(prepare_device(config))
+    config = _joined(config)
     lock = files.DirectoryLock(run_dir)
     distributed.on_main_process(lock.acquire)
     trainer, written = None, []

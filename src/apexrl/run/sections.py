@@ -43,7 +43,8 @@ class FeaturesConfig:
     """Draw the learning curve at the end."""
     graphs: bool = True
     """Capture rollout and update as CUDA graphs; without CUDA it does nothing."""
-    compile: bool = False
-    """Compile policy and loss: faster on long runs, after a first update that takes some ten seconds longer."""
-    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
-    """Of matrix products: tf32 is for CUDA; bf16 also runs the networks of the update in bfloat16."""
+    compile: bool | Literal["auto", "update"] = "auto"
+    """update: compile loss, gradient and optimizer; true: also policy and tensor tasks in rollouts; auto: as the number
+    of steps of the whole run suggests. Compiled code is kept for later runs; the first takes some seconds longer."""
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    """Of matrix products: auto is tf32 on CUDA, else fp32; bf16 also runs the networks of the update in bfloat16."""
