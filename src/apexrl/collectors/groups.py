@@ -232,7 +232,7 @@ class RolloutGenerator(BaseCollector):
 
     def _collect(self) -> TensorDict:
         self.policy.eval()
-        before = time.perf_counter(), self.env.created, self.env.seconds_creating
+        before = time.perf_counter(), self.env.counts.created, self.env.counts.seconds_creating
         counts = self._counts = Counter()
         mixed: list[_Group] = []
         uniform: list[_Group] = []
@@ -253,8 +253,8 @@ class RolloutGenerator(BaseCollector):
         groups = (mixed or uniform)[: self.max_groups]
         self._origins = [(group.draw, success) for group in groups for success in group.successes]
         self._seconds = time.perf_counter() - before[0]
-        self._seconds_creating = self.env.seconds_creating - before[2]
-        counts["envs_created"] = self.env.created - before[1]
+        self._seconds_creating = self.env.counts.seconds_creating - before[2]
+        counts["envs_created"] = self.env.counts.created - before[1]
         counts["envs_reused"] = max(0, counts["episodes"] - counts["envs_created"])
         self._tell_outcome(len(groups), is_mixed=bool(mixed))
         if not self.reuse_envs:

@@ -726,7 +726,7 @@ def test_groups_are_left_in_the_middle_when_the_collector_is_closed() -> None:
 
     caller = threading.Thread(target=collect)
     caller.start()
-    while not env.created:  # the first episodes run
+    while not env.counts.created:  # the first episodes run
         time.sleep(0.01)
     collector.close()
     caller.join(10.0)

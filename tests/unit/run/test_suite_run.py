@@ -138,7 +138,7 @@ def test_an_episode_whose_worker_died_is_no_failure_of_the_policy() -> None:
     policy = ActorCritic.for_env(env, actor_cfg={"groups": ["state"]})
     result = evaluate(env, policy, 4)  # untrained, it hardly moves; the other states lie at the goal
     env.close()
-    assert env.replaced == 1
+    assert env.counts.replaced == 1
     assert result.num_episodes == 3
     assert result.mean("success_once") == 1.0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,10 +19,11 @@ from apexrl.core.metrics import MetricSpec
 from apexrl.core.types import CONTROL_STEPS, EPISODE_ID, INSTRUCTION_KEY, LOST, TASK_ID, EnvStep, Observation
 from apexrl.envs.base import VecEnv
 from apexrl.envs.display import draw_without_display
+from apexrl.envs.mujoco.simulation import num_cores
 from apexrl.envs.step_buffers import StepBuffers
 from apexrl.envs.suites.base import InitState, Split, StateEpisode, TaskSuite, own_split
 from apexrl.envs.workers.arrays import make_buffers
-from apexrl.envs.workers.suite_processes import SlotProgress, SuiteWorkers
+from apexrl.envs.workers.suite_processes import SlotProgress, SuiteWorkers, WorkerCounts
 
 __all__ = ["INSTRUCTION_BYTES", "SuiteVecEnv", "encode_instruction"]
 
@@ -123,13 +123,12 @@ class SuiteVecEnv(VecEnv):
         """Indices in the queue of the episodes that have not begun; by task where a process holds one simulator."""
         self._was_reset = False
         draw_without_display()  # before a worker imports MuJoCo
-        if num_workers is None:
-            num_workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_workers = num_cores() if num_workers is None else num_workers
         cached = max_cached_envs or (4 if suite.renders else 64)
-        self._start = functools.partial(SuiteWorkers, suite, num_envs, num_workers, cached, step_timeout)
+        self.counts = WorkerCounts()
+        """What the workers have done so far, also those that were released."""
+        self._start = functools.partial(SuiteWorkers, suite, num_envs, num_workers, cached, step_timeout, self.counts)
         self._started: SuiteWorkers | None = None
-        self._released = (0, 0.0, 0)
-        """What the workers that were released had created, the seconds that took, and how many were replaced."""
         self._is_closed = False
 
     @property
@@ -173,21 +172,6 @@ class SuiteVecEnv(VecEnv):
         if self._assigned is not None:
             return True
         return self._queue is not None and bool((self._episode >= 0).any())
-
-    @property
-    def created(self) -> int:
-        """Simulators made so far."""
-        return self._released[0] + (0 if self._started is None else self._started.created)
-
-    @property
-    def seconds_creating(self) -> float:
-        """Time the workers have spent making simulators, added up."""
-        return self._released[1] + (0.0 if self._started is None else self._started.seconds_creating)
-
-    @property
-    def replaced(self) -> int:
-        """Workers replaced so far because they died or hung."""
-        return self._released[2] + (0 if self._started is None else self._started.replaced)
 
     def assign(self, episodes: Sequence[InitState], max_steps: int | None = None) -> None:
         """Let the next ``reset`` start these episodes; ``episode_id`` is the index in the list.
@@ -404,7 +388,6 @@ class SuiteVecEnv(VecEnv):
 
     def release(self) -> None:
         """Close the simulators and end the workers; the next ``reset`` starts others. What runs ends here."""
-        self._released = self.created, self.seconds_creating, self.replaced
         if self._started is not None:
             self._started.close()
         self._started, self._was_reset, self._queue, self._waiting = None, False, None, {}

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 States: TypeAlias = Sequence[NDArray[np.float64]]
 """Full simulator states, whose lengths differ."""
+SlotAnswers: TypeAlias = tuple[dict[str, Any], list[bool], list[int], int, float]
+"""Of some slots: the stacked observations after the last control step, whether the task is solved, the steps taken; the
+number of simulators that were made for it, and the seconds that took."""
 
 
 class SimulatorCache:
@@ -50,29 +53,18 @@ class SimulatorCache:
 
     def begin(
         self, slots: Sequence[int], tasks: Sequence[int], states: States, idle: Sequence[int] = ()
-    ) -> tuple[dict[str, Any], int, float]:
-        """Start an episode in each of the slots; those of the slots that idle are over.
-
-        Returns:
-            The stacked observations, the number of simulators made for it, and the seconds that took.
-        """
+    ) -> SlotAnswers:
+        """Start an episode in each of the slots; those of the slots that idle are over."""
         self.made, self.seconds = 0, 0.0
         for slot in (*idle, *slots):
             self._forget(slot)
         for slot, task, state in zip(slots, tasks, states, strict=True):
             self.task_of[slot], self.saved[slot] = task, state
         seen = [self._enter(slot).observe() for slot in slots]
-        return self._stacked(seen), self.made, self.seconds
+        return self._stacked(seen), [False] * len(slots), [0] * len(slots), self.made, self.seconds
 
-    def advance(
-        self, slots: Sequence[int], actions: NDArray[np.float32], limits: Sequence[int]
-    ) -> tuple[dict[str, Any], list[bool], list[int], int, float]:
-        """Take up to ``limits[k]`` of the actions ``[k, chunk, A]`` in each slot; a solved task takes no more.
-
-        Returns:
-            The stacked observations after the last control step, whether the task is solved, the steps taken, the
-            number of simulators that had to be made again, and the seconds that took.
-        """
+    def advance(self, slots: Sequence[int], actions: NDArray[np.float32], limits: Sequence[int]) -> SlotAnswers:
+        """Take up to ``limits[k]`` of the actions ``[k, chunk, A]`` in each slot; a solved task takes no more."""
         self.made, self.seconds = 0, 0.0
         solved, taken, seen = [False] * len(slots), [0] * len(slots), []
         for k, slot in enumerate(slots):

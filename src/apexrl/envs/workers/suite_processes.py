@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -38,6 +39,18 @@ class SlotProgress(NamedTuple):
     solved: NDArray[np.bool_]
     taken: NDArray[np.int64]
     """Control steps."""
+
+
+@dataclass
+class WorkerCounts:
+    """What workers have done so far, also those that were replaced or released."""
+
+    created: int = 0
+    """Simulators."""
+    seconds_creating: float = 0.0
+    """Spent on that by all workers, added up."""
+    replaced: int = 0
+    """Workers that died or hung."""
 
 
 class LocalWorker:
@@ -77,14 +90,22 @@ class SuiteWorkers:
         capacity: simulators alive in each worker; when the suite renders, in all of them together, and one for every
             slot at least.
         step_timeout: seconds after which a worker that has not answered ``advance`` is replaced.
+        counts: kept up to date.
     """
 
-    def __init__(self, suite: TaskSuite, num_slots: int, num_workers: int, capacity: int, step_timeout: float) -> None:
-        self.suite, self.step_timeout = suite, step_timeout
+    def __init__(
+        self,
+        suite: TaskSuite,
+        num_slots: int,
+        num_workers: int,
+        capacity: int,
+        step_timeout: float,
+        counts: WorkerCounts,
+    ) -> None:
+        self.suite, self.step_timeout, self.counts = suite, step_timeout, counts
         self.private = suite.renders
         local = num_workers == 0 and not self.private
         num_workers = 1 if local else num_slots if self.private else min(max(num_workers, 1), num_slots)
-        self.created, self.seconds_creating, self.replaced = 0, 0.0, 0
         self.has_warned = False
         self.capacity = max(capacity, num_slots) if self.private else capacity
         self.share = 1 if self.private else capacity
@@ -128,14 +149,7 @@ class SuiteWorkers:
             resting = [slot for slot in idle if self.worker_of[slot] == worker]
             places = self._places(slots, ks)
             self._send(worker, "begin", places, [tasks[k] for k in ks], [states[k] for k in ks], resting)
-        answers, dead = self._receive(list(rows), max(START_TIMEOUT, self.step_timeout))
-        found = []
-        for worker, (obs, made, seconds) in answers.items():
-            self.created += made
-            self.seconds_creating += seconds
-            here = [slots[k] for k in rows[worker]]
-            found.append(SlotProgress(here, obs, np.zeros(len(here), np.bool_), np.zeros(len(here), np.int64)))
-        return found, [slot for slot, worker in enumerate(self.worker_of) if worker in dead]
+        return self._progress(rows, slots, max(START_TIMEOUT, self.step_timeout))
 
     def advance(
         self, slots: Sequence[int], actions: NDArray[np.float32], limits: Sequence[int]
@@ -148,17 +162,25 @@ class SuiteWorkers:
         rows = self._rows_of_workers(slots)
         for worker, ks in rows.items():
             self._send(worker, "advance", self._places(slots, ks), actions[ks], [limits[k] for k in ks])
-        answers, dead = self._receive(list(rows), self.step_timeout)
+        before = self.counts.created
+        found = self._progress(rows, slots, self.step_timeout)
+        if self.counts.created > before and not self.has_warned:
+            self.has_warned = True
+            logging.getLogger("apexrl").warning(
+                "Simulators of running episodes are closed and made again: more tasks run in a process than "
+                "task.max_cached_envs (%d) allows. Raise it.", self.share,
+            )  # fmt: skip
+        return found
+
+    def _progress(
+        self, rows: Mapping[int, Sequence[int]], slots: Sequence[int], timeout: float
+    ) -> tuple[list[SlotProgress], list[int]]:
+        """Return what came back from the workers, and the slots of those that died."""
+        answers, dead = self._receive(list(rows), timeout)
         found = []
         for worker, (obs, solved, taken, made, seconds) in answers.items():
-            self.created += made
-            self.seconds_creating += seconds
-            if made and not self.has_warned:
-                self.has_warned = True
-                logging.getLogger("apexrl").warning(
-                    "Simulators of running episodes are closed and made again: more tasks run in a process than "
-                    "task.max_cached_envs (%d) allows. Raise it.", self.share,
-                )  # fmt: skip
+            self.counts.created += made
+            self.counts.seconds_creating += seconds
             here = [slots[k] for k in rows[worker]]
             found.append(SlotProgress(here, obs, np.array(solved, np.bool_), np.array(taken, np.int64)))
         return found, [slot for slot, worker in enumerate(self.worker_of) if worker in dead]
@@ -240,7 +262,7 @@ class SuiteWorkers:
                 f"Worker {index} of suite '{self.suite.name}' {how}, {MAX_PROCESS_DEATHS} times in a row. "
                 "Look at what it printed, and at the free memory."
             )
-        self.replaced += 1
+        self.counts.replaced += 1
         slots = [slot for slot, of in enumerate(self.worker_of) if of == index]
         logging.getLogger("apexrl").warning(
             "Worker %d %s. It is replaced; the episodes of environments %s are discarded.", index, how, slots

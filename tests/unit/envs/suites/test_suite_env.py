@@ -284,11 +284,11 @@ def test_simulators_are_used_again_in_the_next_batch(make: Make) -> None:
     suite = PointSuite(num_tasks=3)
     env = make(suite, 4, num_workers=2)
     first = play(env, starts(suite))
-    made, seconds = env.created, env.seconds_creating
+    made, seconds = env.counts.created, env.counts.seconds_creating
     assert 4 <= made <= 12  # each of two workers: two slots, three tasks
     assert seconds > 0
     assert play(env, starts(suite)) == first
-    assert (env.created, env.seconds_creating) == (made, seconds)
+    assert (env.counts.created, env.counts.seconds_creating) == (made, seconds)
 
 
 class Living(PointSimulator):
@@ -318,7 +318,7 @@ def test_the_simulator_that_was_not_used_for_longest_is_closed_first() -> None:
     suite = CountingSuite()
     cache = SimulatorCache(suite, 2)
     state = np.zeros(3)
-    made = [cache.begin([0], [task], [state])[1] for task in (0, 1, 0, 2, 0, 1)]
+    made = [cache.begin([0], [task], [state])[3] for task in (0, 1, 0, 2, 0, 1)]
     assert made == [1, 1, 0, 1, 0, 1]  # 2 closes 1, so 0 is still there and 1 must be made again
     assert sorted(suite.open) == [0, 1]
     assert suite.most == 2
@@ -333,7 +333,7 @@ def test_slots_share_a_simulator_a_task_and_no_more_live_than_allowed(allowed: i
     results = play(env, starts(suite))
     assert suite.most == min(allowed, suite.num_tasks)
     if allowed >= suite.num_tasks:
-        assert env.created == suite.num_tasks
+        assert env.counts.created == suite.num_tasks
     env.close()
     assert suite.open == []
     other = CountingSuite()
@@ -383,7 +383,7 @@ def test_simulators_that_render_have_a_process_each(make: Make) -> None:
             for words, pid in zip(obs["instruction"], here, strict=True):
                 homes.setdefault(text(words), set()).add(pid)
             obs = env.step(same(env, STILL)).obs
-        assert env.created == 3, f"batch {batch}"
+        assert env.counts.created == 3, f"batch {batch}"
     # Three processes are allowed: each keeps its task, and a slot moves to the one it needs.
     assert [len(of_task) for of_task in homes.values()] == [1, 1, 1]
     assert sorted(pids(env)) == sorted(pid for of_task in homes.values() for pid in of_task)
@@ -397,7 +397,7 @@ def test_a_rendering_process_changes_its_task_when_there_may_be_no_other(make: M
     while env.busy:
         alive.append(int(env.step(same(env, STILL)).obs["camera"].flatten()[4]))
     assert set(alive) == {1}
-    assert env.created == 3
+    assert env.counts.created == 3
     assert len(pids(env)) == 1
 
 
@@ -413,7 +413,7 @@ def test_where_a_process_has_one_simulator_a_slot_stays_with_its_task(
         assert [outcomes[number].task for number in range(24)] == [*groups, *groups]
         # One simulator of task 0, one of task 1, and in the end both slots have task 2; in the order given it were 12.
         # Twice as many processes as slots keep all four for the next time.
-        assert env.created == so_far
+        assert env.counts.created == so_far
 
 
 def begun(env: SuiteVecEnv, tasks: tuple[int, ...]) -> list[list[int]]:
@@ -458,7 +458,7 @@ def test_a_state_that_kills_its_simulator_costs_its_episodes_alone(make: Make) -
     outcomes = play(env, [*[fatal] * 8, *good * 2])
     assert [number for number, outcome in outcomes.items() if outcome.lost] == [0, 1]  # one in each slot
     assert sorted(outcomes) == [0, 1, *range(8, 14)]  # the other six were not begun
-    assert env.replaced == 2
+    assert env.counts.replaced == 2
 
 
 def test_a_killed_worker_is_replaced_and_its_episodes_are_lost(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -476,7 +476,7 @@ def test_a_killed_worker_is_replaced_and_its_episodes_are_lost(make: Make, caplo
     assert sorted(outcomes) == list(range(len(episodes)))
     lost = [k for k, outcome in outcomes.items() if outcome.lost]
     assert len(lost) == 2  # environments 1 and 3 lie in worker 1
-    assert env.replaced == 1
+    assert env.counts.replaced == 1
     assert "SIGKILL" in caplog.text
     for number in lost:
         assert not outcomes[number].success
@@ -540,7 +540,7 @@ def test_a_worker_that_hangs_is_replaced(make: Make) -> None:
     assert {k: outcome.lost for k, outcome in outcomes.items()} == {0: False, 1: True, 2: False, 3: False}
     assert [outcomes[k].success for k in (0, 2, 3)] == [True] * 3
     assert outcomes[1].control_steps == 0
-    assert env.replaced == 1
+    assert env.counts.replaced == 1
 
 
 def test_a_worker_that_dies_as_an_episode_begins_loses_that_one(make: Make) -> None:
@@ -567,7 +567,7 @@ def test_what_a_simulator_raises_reaches_the_caller(make: Make, num_workers: int
         env.step(same(env, RIGHT))
     outcomes = play(env, at(0.3, 0.1, 0.0, 0.2, -0.1))  # the workers live on
     assert all(outcome.success for outcome in outcomes.values())
-    assert env.replaced == 0
+    assert env.counts.replaced == 0
 
 
 class BrokenSuite(PointSuite):
@@ -589,7 +589,7 @@ def test_processes_start_when_they_are_needed_and_never_after_closing(
     monkeypatch.setattr(subprocess, "Popen", start)
     env = make(PointSuite(), 2, num_workers=1)
     assert start.call_count == 0
-    assert (env.created, env.seconds_creating, env.replaced) == (0, 0.0, 0)
+    assert (env.counts.created, env.counts.seconds_creating, env.counts.replaced) == (0, 0.0, 0)
     env.reset()
     assert start.call_count == 1
     unused = make(PointSuite(), 2, num_workers=1)
@@ -735,4 +735,4 @@ def test_meta_world_in_workers_equals_one_simulator(make: Make) -> None:
             simulator.advance(action[i].view(5, 4)[t % 5].numpy())
         np.testing.assert_array_equal(step.final_obs["state"][i], simulator.observe()["state"])
     assert text(step.obs["instruction"][0]) == suite.instructions[1]
-    assert env.created == 2  # one a task
+    assert env.counts.created == 2  # one a task
