@@ -28,11 +28,9 @@ from apexrl.envs.step_buffers import StepBuffers
 from apexrl.envs.workers import gym_group
 from apexrl.envs.workers.gym_group import (
     MAX_METRICS,
-    Buffers,
     EnvGroup,
     Found,
     MakeFn,
-    make_buffers,
     map_tree,
     users_frames,
 )
@@ -82,18 +80,18 @@ class GymVecEnv(VecEnv):
             "num_workers": num_workers,
             "step_timeout": step_timeout,
         }
-        self._group: _LocalGroup | Workers
+        group: EnvGroup | Workers
         if num_workers > 0:
-            self._group = Workers(self._make_fns, min(num_workers, self.num_envs), step_timeout)
+            group = Workers(self._make_fns, min(num_workers, self.num_envs), step_timeout)
         else:
-            self._group = _LocalGroup(self._make_fns)
-        group = self._group
+            group = _naming_errors("make", EnvGroup, self._make_fns)
+        self._group = group
         self.observation_space, self.action_space = group.observation_space, group.action_space
         self.max_episode_steps = group.max_episode_steps
         self._metric_specs = specs = {spec.name: spec for spec in metrics or ()}
         if len(specs) > MAX_METRICS:
             raise EnvError(f"GymVecEnv takes at most {MAX_METRICS} metrics, got {len(specs)}.")
-        self._buffers = StepBuffers(group.bind(list(specs)), specs, self.device)
+        self._buffers = StepBuffers(group.allocate(list(specs)), specs, self.device)
 
     @property
     def metric_specs(self) -> Mapping[str, MetricSpec]:
@@ -109,13 +107,13 @@ class GymVecEnv(VecEnv):
         return self._begin(seeds)
 
     def _begin(self, seeds: Sequence[int] | None) -> Observation:
-        self._group.reset(seeds)
+        _naming_errors("reset", self._group.reset, seeds)
         return self._buffers.observation()
 
     def step(self, action: Tensor) -> EnvStep:
         """Apply one action ``[N, A]`` to each environment."""
         self._buffers.take(action)
-        any_ended, found = self._group.step()
+        any_ended, found = _naming_errors("step", self._group.step)
         if found:
             self._add_metrics(found)
         return self._buffers.step(any_ended)
@@ -147,8 +145,11 @@ class GymVecEnv(VecEnv):
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of every environment; None before the first reset or when it cannot be saved."""
-        states = self._group.state()
-        return None if states is None else {"envs": [_map_values(torch.from_numpy, np.ndarray, s) for s in states]}
+        try:
+            states = self._group.state()
+        except gym_group.StateError:
+            return None
+        return {"envs": [_map_values(torch.from_numpy, np.ndarray, state) for state in states]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put every environment back into its saved state.
@@ -161,7 +162,10 @@ class GymVecEnv(VecEnv):
         """
         if len(state["envs"]) != self.num_envs:
             raise EnvStateError(f"The state is of {len(state['envs'])} environments, there are {self.num_envs} here.")
-        self._group.load([_map_values(_to_numpy, Tensor, s) for s in state["envs"]])
+        try:
+            self._group.load([_map_values(_to_numpy, Tensor, s) for s in state["envs"]])
+        except Exception as error:
+            raise EnvStateError(str(error)) from error
 
     def step_time(self) -> tuple[float | None, float | None]:
         """Return what another environment of the kind says: its ``dt``, and ``render_fps`` of its metadata."""
@@ -172,7 +176,7 @@ class GymVecEnv(VecEnv):
     def render(self, index: int = 0) -> NDArray[np.uint8]:
         """Draw environment ``index`` as an ``[H, W, 3]`` picture."""
         try:
-            return self._group.render(index)
+            return _naming_errors("draw", self._group.render, index)
         except EnvError as error:
             if "mujoco" not in sys.modules:
                 raise
@@ -191,62 +195,17 @@ def _map_values(function: Callable[[Any], Any], kind: type, value: Any) -> Any:
     return map_tree(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, value)
 
 
-class _LocalGroup:
-    """One ``EnvGroup`` in this process, with errors of the package."""
-
-    def __init__(self, make_fns: Sequence[MakeFn]) -> None:
-        self.num_envs = len(make_fns)
-        self.group = group = _naming_errors("make", EnvGroup, make_fns)
-        self.observation_space, self.action_space = group.observation_space, group.action_space
-        self.max_episode_steps = group.max_episode_steps
-
-    def bind(self, metrics: Sequence[str]) -> Buffers:
-        buffers, _ = make_buffers(self.observation_space, self.action_space, self.num_envs, MAX_METRICS)
-        self.group.bind(buffers, metrics)
-        return buffers
-
-    def watch(self, metrics: Sequence[str]) -> None:
-        self.group.watch(metrics)
-
-    def reset(self, seeds: Sequence[int] | None) -> None:
-        _naming_errors("reset", self.group.reset, seeds)
-
-    def step(self) -> tuple[bool, Found]:
-        try:
-            return self.group.step()
-        except Exception as error:
-            raise EnvError(_describe("step", error)) from error
-
-    def state(self) -> list[dict[str, Any]] | None:
-        try:
-            return self.group.state()
-        except gym_group.StateError:
-            return None
-
-    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        try:
-            self.group.load(states)
-        except Exception as error:
-            raise EnvStateError(str(error)) from error
-
-    def render(self, index: int) -> NDArray[np.uint8]:
-        return _naming_errors("draw", self.group.render, index)
-
-    def close(self) -> None:
-        self.group.close()
-
-
 def _naming_errors(verb: str, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function and name what an environment in this process raises; workers do that themselves."""
     try:
         return function(*arguments)
+    except EnvError:
+        raise
     except Exception as error:
-        raise EnvError(_describe(verb, error)) from error
-
-
-def _describe(verb: str, error: Exception) -> str:
-    note = " ".join(getattr(error, "__notes__", ()))
-    places = "".join(f"\n  at {place}" for place in users_frames(error))
-    return f"Could not {verb} the environment: {type(error).__name__}: {error} {note}".rstrip() + places
+        note = " ".join(getattr(error, "__notes__", ()))
+        places = "".join(f"\n  at {place}" for place in users_frames(error))
+        what = f"Could not {verb} the environment: {type(error).__name__}: {error} {note}".rstrip()
+        raise EnvError(what + places) from error
 
 
 def find_gym_id(env_id: str) -> str | None:

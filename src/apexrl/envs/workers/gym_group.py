@@ -105,7 +105,7 @@ def metric_names(info: Mapping[str, Any]) -> list[str]:
 class EnvGroup:
     """Several environments of one kind, stepped in sequence; an episode that ends is reset in the same step.
 
-    Call ``bind`` once, then ``reset``, then ``step``.
+    Call ``allocate`` or ``bind`` once, then ``reset``, then ``step``.
 
     Args:
         make_fns: functions that each make one environment.
@@ -132,6 +132,12 @@ class EnvGroup:
         self._starts = [_Start() for _ in self.simulators]
         self._history: list[Array] = []
         self._was_reset = False
+
+    def allocate(self, metrics: Sequence[str]) -> Buffers:
+        """Make buffers, write into them from now on, and read these metrics from ``info``."""
+        buffers, _ = make_buffers(self.observation_space, self.action_space, len(self.simulators), MAX_METRICS)
+        self.bind(buffers, metrics)
+        return buffers
 
     def bind(self, buffers: Buffers, metrics: Sequence[str]) -> None:
         """Write into these buffers from now on, and read these metrics from ``info``."""

@@ -13,7 +13,7 @@ import cloudpickle
 import numpy as np
 from numpy.typing import NDArray
 
-from apexrl.core.errors import EnvError, EnvStateError
+from apexrl.core.errors import EnvError
 from apexrl.envs.workers import gym_group
 from apexrl.envs.workers.gym_group import MAX_METRICS, Buffers, Found, MakeFn, make_buffers
 from apexrl.envs.workers.process import START_TIMEOUT, WorkerLostError, WorkerProcess, receive_all, stop
@@ -49,7 +49,7 @@ class Workers:
         limits = [limit for *_, limit in found]
         self.max_episode_steps = None if None in limits else max(limits)
 
-    def bind(self, metrics: Sequence[str]) -> Buffers:
+    def allocate(self, metrics: Sequence[str]) -> Buffers:
         """Make the shared buffers and let every worker write into its rows."""
         layout = (self.observation_space, self.action_space, self.num_envs, MAX_METRICS)
         _, size = make_buffers(*layout)
@@ -75,22 +75,23 @@ class Workers:
                 found.setdefault(name, {}).update({envs.start + i: value for i, value in values.items()})
         return any(ended for ended, _ in answers), found
 
-    def state(self) -> list[dict[str, Any]] | None:
-        """Return the state of every environment; None when one cannot be saved."""
+    def state(self) -> list[dict[str, Any]]:
+        """Return the state of every environment.
+
+        Raises:
+            StateError: when one cannot be saved.
+        """
         try:
             groups = self._call_all("state")
         except EnvError as error:
             if "StateError" in str(error):
-                return None
+                raise gym_group.StateError(str(error)) from error
             raise
         return [state for group in groups for state in group]
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Put every environment back into its saved state."""
-        try:
-            self._call("load", [(states[envs.start : envs.stop],) for envs in self.ranges], START_TIMEOUT)
-        except EnvError as error:
-            raise EnvStateError(str(error)) from error
+        self._call("load", [(states[envs.start : envs.stop],) for envs in self.ranges], START_TIMEOUT)
 
     def render(self, index: int) -> NDArray[np.uint8]:
         """Draw environment ``index``."""
