@@ -84,6 +84,7 @@ def trace_preset(preset: str, settings: dict[str, str], directory: Path) -> Trac
         "logging.tensorboard": "false",
         "training.device": "cpu",
         "training.save_interval": "0",
+        "features.compile": "false",
     }
     config = load_config(preset, overrides.items())
     threads = torch.get_num_threads()

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._prims_common import clone_preserve_strides
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-CODE_FORMAT = 1
+CODE_FORMAT = 2
 """Of what lies in the cache; another one finds nothing of this."""
 OPTIONS: dict[str, Any] = {
     "fallback_random": True,  # the random numbers of eager code
@@ -193,7 +194,8 @@ def compile_function(function: Callable[..., Any], arguments: Sequence[Any]) -> 
 def _build(traced: Traced, directory: Path) -> Path:
     import torch._inductor
 
-    examples = tuple(x.detach().clone() for x in traced.inputs)
+    # Laid out in memory as the inputs are: a clone of a slice would not be, and the code would read other elements.
+    examples = tuple(clone_preserve_strides(x.detach()) for x in traced.inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(traced.module, examples)

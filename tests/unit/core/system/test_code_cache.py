@@ -62,6 +62,20 @@ def test_compiled_code_changes_the_same_memory_as_the_function_and_draws_the_sam
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("entries")
+def test_arguments_are_read_where_they_lie_in_memory() -> None:
+    def rows(x: Tensor, y: Tensor) -> Tensor:
+        return (x * 2.0 + y).sum(0)
+
+    whole = torch.arange(24.0).view(4, 6)
+    first, second = whole[:, :3], whole[:, 3:]  # as the minibatches of sequences: neither is dense
+    repeated = torch.tensor([1.0, 2.0, 3.0]).expand(4, 3)
+    compiled = compile_function(rows, (first, repeated))
+    for x in (first, second):
+        assert compiled(x, repeated).tolist() == rows(x, repeated).tolist()
+
+
+@pytest.mark.slow
 def test_the_second_run_builds_nothing_and_a_broken_entry_is_built_again(
     entries: Callable[[], list[Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,7 +93,7 @@ def test_a_task_is_gymnasiums_to_the_last_bit_over_many_episodes(task: str) -> N
     assert ours.metric_specs == theirs.metric_specs
     assert trace["truncated"].any() or trace["terminated"].any()
     assert trace["terminated"].any() == (task != "HalfCheetah-v5")
-    simulators = theirs._group.group.simulators
+    simulators = theirs._group.simulators
     for data, simulator in zip(mj_data(ours), simulators, strict=True):  # before rounding to float32
         np.testing.assert_array_equal(data.qvel, simulator.unwrapped.data.qvel)
 
