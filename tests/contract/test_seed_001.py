@@ -195,7 +195,7 @@ def test_the_formulas_of_train_policy_and_train_adapt(phase: Any) -> None:
         actor = before.teacher if phase == "train" else before.student
         dist: Any = actor.get_dist(obs)
         log_probs = dist.log_prob(tensordict["action"])
-        adv, ret = tensordict["advantage"], tensordict["return"]
+        adv, ret = policy.batch["advantage"], policy.batch["return"]
         ratio = exp(log_probs - tensordict["sample_log_prob"])
         surr1 = adv * ratio
         surr2 = adv * ratio.clamp(1 - eps, 1 + eps)

@@ -146,13 +146,16 @@ def test_the_batch_has_the_documented_keys_and_shapes() -> None:
     assert rollout["action"].shape == (8, 4, 1)
 
 
-def test_the_update_adds_advantage_and_return_to_the_batch() -> None:
+def test_the_update_keeps_advantage_and_return_and_leaves_the_rollout_as_it_was() -> None:
     env = make_env("pendulum", 4)
     algorithm = PPO(env, PPOConfig(normalize_advantage="none"))
     rollout = SyncCollector(env, algorithm.policy).collect(8)
+    keys = set(rollout.keys())
     algorithm.update(rollout)
-    assert rollout["advantage"].shape == rollout["return"].shape == (8, 4, 1)
-    torch.testing.assert_close(rollout["return"], rollout["advantage"] + rollout["value"])
+    batch = algorithm.batch
+    assert set(rollout.keys()) == keys
+    assert batch["advantage"].shape == batch["return"].shape == (8, 4, 1)
+    torch.testing.assert_close(batch["return"], batch["advantage"] + rollout["value"])
 
 
 def test_the_trainer_collects_and_updates() -> None:

@@ -149,7 +149,7 @@ def test_what_cannot_be_captured_goes_on_eagerly_and_says_so() -> None:
     def reads_back(x: Tensor) -> Tensor:
         return x * float(x.sum().item())
 
-    captured = Captured("A function that reads back", reads_back, enabled=True)
+    captured = Captured("A function that reads back", reads_back)
     x = torch.ones(2, device="cuda")
     for _ in range(3):
         captured(x)
@@ -219,7 +219,7 @@ def test_an_old_graph_that_is_garbage_is_not_freed_in_a_capture() -> None:
         return x * 2
 
     def warmed_up() -> Captured:
-        captured = Captured("double", double, enabled=True)
+        captured = Captured("double", double)
         for _ in range(WARM_UP_CALLS):
             captured(ones)
         return captured

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.core.errors import ConfigError, DivergenceError, did_you_mean, requirement
 from apexrl.core.system import distributed
 from apexrl.core.types import (
@@ -250,46 +249,6 @@ def check_source(algorithm: str, env: Any, policy: Policy | None) -> None:
 def find_device() -> torch.device:
     """CUDA when there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-class UpdateStats:
-    """How far an update is, on the device: whether it was stopped, and sums over the minibatches that took a step."""
-
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        self.names = tuple(names)
-        self.stop = torch.zeros((), device=device)
-        self.nonfinite = torch.zeros((), device=device)
-        self.sums = torch.zeros(len(names) + 1, device=device)
-
-    def restart(self) -> None:
-        """Begin a new update."""
-        for tensor in (self.stop, self.nonfinite, self.sums):
-            tensor.zero_()
-
-    def add(self, metrics: Tensor, taken: Tensor) -> None:
-        """Count a minibatch; ``metrics`` in the order of the names."""
-        # where, not a product: 0 · NaN is NaN
-        self.sums[:-1].add_(torch.where(taken, metrics, 0.0))
-        self.sums[-1:].add_(taken)
-
-    @torch.no_grad()
-    def apply(
-        self, optimizer: FlatAdam, loss: Tensor, gradient: Tensor, weight: Tensor | float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """Step, unless this or an earlier gradient was not finite; returns the loss and the gradient's norm.
-
-        Several processes step together, by the mean of their gradients with the sums of these weights; so is the loss.
-        """
-        loss, gradient = distributed.all_reduce_mean(loss.detach(), gradient, weight=weight)
-        norm: Tensor = gradient.norm()
-        self.nonfinite.copy_(torch.max(self.nonfinite, ~(loss + norm).isfinite()))
-        optimizer.step(gradient, norm, self.nonfinite)
-        return loss, norm
-
-    def means(self) -> dict[str, Tensor]:
-        """Return the mean of each metric over the minibatches that took a step; NaN when none did."""
-        means = self.sums[:-1] / self.sums[-1]
-        return dict(zip(self.names, means.unbind(), strict=True))
 
 
 def checker(config: Any, section: str) -> Callable[[str, bool, str], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
@@ -11,8 +12,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm, UpdateStats, checker
+from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm, checker
+from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate
 from apexrl.algorithms.optimizer import FlatAdam
+from apexrl.algorithms.terms.imitation import imitation_loss, squared_error
 from apexrl.core.errors import ConfigError
 from apexrl.core.observations import leaves
 from apexrl.core.system.acceleration import Acceleration
@@ -80,45 +83,6 @@ class BCConfig(AlgorithmConfig):
                 raise ConfigError(f"algo.{name} is for policy.kind mlp; a vla has its own loss. Leave it out.")
 
 
-BC_METRICS = ("loss", "grad_norm")
-
-
-def imitation_loss(policy: Policy, batch: Mapping[str, Any]) -> Tensor:
-    """Return the mean of the policy's own loss of demonstrated chunks, or else of minus their log-probability."""
-    own: Callable[[Mapping[str, Any]], Tensor] | None = getattr(policy, "imitation_loss", None)
-    if own is not None:
-        return own(batch).float().mean()
-    log_prob, _ = policy.evaluate_actions(batch[OBSERVATION], batch[ACTION])
-    return -log_prob.float().mean()
-
-
-def imitation_error(policy: Policy, batch: Mapping[str, Any]) -> Tensor:
-    """Return the mean squared error of demonstrated chunks, a mean over their numbers; it does not see σ.
-
-    The policy's own (of a vla, on normalised actions), or that of the mode; of discrete actions minus their
-    log-probability.
-    """
-    own: Callable[[Mapping[str, Any]], Tensor] | None = getattr(policy, "imitation_error", None)
-    if own is not None:
-        return own(batch).float().mean()
-    if batch[ACTION].is_floating_point():
-        return squared_error(policy, batch).float().mean()
-    return imitation_loss(policy, batch)
-
-
-def squared_error(policy: Policy, batch: Mapping[str, Any]) -> Tensor:
-    """Return the squared error of the mode, ``[B, chunk * A]``."""
-    distribution: Any = getattr(policy, "distribution", None)
-    if distribution is None:
-        name = type(policy).__name__
-        raise ConfigError(
-            f"algo.loss mse and algo.imitation_coef need a policy with distribution(obs), {name} has none: give it "
-            "that method, or imitation_error(batch) of its own."
-        )
-    error: Tensor = (distribution(batch[OBSERVATION]).mode - batch[ACTION]).square()
-    return error
-
-
 def randomly_moved(pictures: Tensor, most: int) -> Tensor:
     """Move each picture (``[B, H, W, C]`` or ``[B, C, H, W]``) by up to ``most`` pixels; its border is drawn out."""
     channels_last = pictures.shape[-1] < pictures.shape[1]
@@ -129,6 +93,49 @@ def randomly_moved(pictures: Tensor, most: int) -> Tensor:
     columns = (torch.arange(upright.shape[2], device=here) - right).clamp(0, upright.shape[2] - 1)
     moved = upright[torch.arange(count, device=here)[:, None, None], rows[:, :, None], columns[:, None, :]]
     return moved if channels_last else moved.permute(0, 3, 1, 2)
+
+
+class BCLoss(Loss):
+    """Minus the log-probability of demonstrated chunks, the squared error of the mode, or the policy's own loss."""
+
+    def __init__(self, policy: Policy, cfg: BCConfig, acceleration: Acceleration) -> None:
+        super().__init__(acceleration)
+        self.policy, self.cfg = policy, cfg
+
+    def forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, tuple[()]]:
+        """Return the mean loss of samples ``[B]``."""
+        policy, cfg = self.policy, self.cfg
+        if cfg.state_noise or cfg.picture_shift:
+            batch = {**batch, OBSERVATION: self._varied(batch[OBSERVATION])}
+        by_error = cfg.loss == "mse" or (cfg.loss == "auto" and not cfg.learn_std)
+        with self.acceleration.autocast(policy.device):
+            if by_error and batch[ACTION].is_floating_point() and not hasattr(policy, "imitation_loss"):
+                loss = squared_error(policy, batch).float().mean()
+            else:
+                loss = imitation_loss(policy, batch)
+        return self.result(loss, (), batch, None)
+
+    def _varied(self, obs: Tensor | TensorDict) -> Tensor | TensorDict:
+        """Add noise to the vectors of observations, and move the images."""
+        cfg, found = self.cfg, leaves(obs)
+        images = [path for path, leaf in found.items() if leaf.dtype == torch.uint8 and leaf.ndim == 4]
+        if cfg.picture_shift and not images:
+            raise ConfigError(
+                f"algo.picture_shift is {cfg.picture_shift}, but the demonstrations hold no pictures, which are uint8 "
+                f"and have three dimensions (they hold {', '.join(found)}); leave it out, or name cameras in "
+                "task.cameras."
+            )
+        varied = obs.copy() if isinstance(obs, TensorDict) else obs
+        for path, leaf in found.items():
+            if leaf.is_floating_point() and cfg.state_noise:
+                leaf = leaf + cfg.state_noise * torch.randn_like(leaf)
+            elif path in images and cfg.picture_shift:
+                leaf = randomly_moved(leaf, cfg.picture_shift)
+            if isinstance(varied, TensorDict):
+                varied[tuple(path.split("."))] = leaf
+            else:
+                varied = leaf
+        return varied
 
 
 class BC(BaseAlgorithm):
@@ -159,8 +166,12 @@ class BC(BaseAlgorithm):
             for name, p in policy.named_parameters()
             if not name.startswith("critic.") and (cfg.learn_std or not name.endswith("log_std"))
         ]
-        self.optimizer = FlatAdam(trained, cfg.learning_rate, cfg.adam_eps, cfg.max_grad_norm)
-        self._progress = UpdateStats(BC_METRICS, policy.device)
+        self.optimizer = FlatAdam(
+            trained, cfg.learning_rate, cfg.adam_eps, cfg.max_grad_norm, weight_decay=cfg.weight_decay
+        )
+        self.stats = UpdateStats(("loss", "grad_norm"), policy.device)
+        loss = BCLoss(policy, cfg, self.acceleration)
+        self.step = GradientStep(loss, self.optimizer, self.stats, micro_batch_size=cfg.micro_batch_size or sys.maxsize)
 
     def fit(
         self,
@@ -188,14 +199,14 @@ class BC(BaseAlgorithm):
         self.set_statistics(demonstrations)
         samples = demonstrations.select(OBSERVATION, ACTION, VALID_STEPS, strict=False)
         often = max(1, steps // 100)
-        self._progress.restart()
+        self.stats.reset()
         self.policy.train()
         for step in range(steps):
             self.adjust_learning_rate(step / steps)
             if step == steps - max(1, steps // 10):
-                self._progress.sums.zero_()
+                self.stats.sums.zero_()
             rows = torch.randint(count, (self.cfg.batch_size,), device=samples[ACTION].device)
-            self._step(samples[rows])
+            self.step(dict(samples[rows].items()))
             if on_progress is not None and ((step + 1) % often == 0 or step + 1 == steps):
                 on_progress(step + 1)
         self.policy.eval()
@@ -206,18 +217,14 @@ class BC(BaseAlgorithm):
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Take one gradient step on samples of any leading dimensions."""
         self.check_batch(rollout)
-        self._progress.restart()
+        self.stats.reset()
         self.policy.train()
-        self._step(rollout.select(OBSERVATION, ACTION, VALID_STEPS, strict=False).reshape(-1))
+        self.step(dict(rollout.select(OBSERVATION, ACTION, VALID_STEPS, strict=False).reshape(-1).items()))
         self.policy.eval()
-        return {**self._metrics(), "updates": self._progress.sums[-1].clone()}
+        return self._metrics()
 
     def _metrics(self) -> dict[str, Tensor]:
-        return {
-            **self._progress.means(),
-            "learning_rate": self.optimizer.learning_rate.clone(),
-            "nonfinite": self._progress.nonfinite.clone(),
-        }
+        return {**self.stats.report(), "learning_rate": self.optimizer.learning_rate.clone()}
 
     def remember(self, demonstrations: TensorDict, *, is_new: bool = True) -> None:
         """Normalise by the statistics of demonstrations; networks that were trained expect those of their training."""
@@ -252,56 +259,10 @@ class BC(BaseAlgorithm):
                 assert isinstance(module, RunningNormalizer)
                 module.var.clamp_(min=self.cfg.min_std**2)
 
-    def _step(self, samples: TensorDict) -> None:
-        """Take one gradient step, unless this or an earlier one was not finite."""
-        cfg, progress, optimizer = self.cfg, self._progress, self.optimizer
-        total, gradient = torch.zeros((), device=self.policy.device), torch.zeros_like(optimizer.flat)
-        for part in samples.split(cfg.micro_batch_size or len(samples)):
-            loss = self._loss(part.to(self.policy.device)) * (len(part) / len(samples))
-            gradient += optimizer.gradient_of(loss)
-            total += loss.detach()
-        with torch.no_grad():
-            if cfg.weight_decay:
-                bad = torch.max(progress.nonfinite, ~(total + gradient.norm()).isfinite())
-                optimizer.flat.mul_(1.0 - optimizer.learning_rate * cfg.weight_decay * (1.0 - bad))
-            total, norm = progress.apply(optimizer, total, gradient)
-            progress.add(torch.stack((total, norm)), taken=progress.nonfinite == 0)
-
-    def _loss(self, samples: TensorDict) -> Tensor:
-        """Return the mean loss of samples ``[B]``."""
-        policy, cfg = self.policy, self.cfg
-        if cfg.state_noise or cfg.picture_shift:
-            samples = self._varied(samples)
-        batch: dict[str, Any] = dict(samples.items())
-        with torch.autocast(policy.device.type, torch.bfloat16, enabled=self.acceleration.precision == "bf16"):
-            by_error = cfg.loss == "mse" or (cfg.loss == "auto" and not cfg.learn_std)
-            if by_error and batch[ACTION].is_floating_point() and not hasattr(policy, "imitation_loss"):
-                return squared_error(policy, batch).float().mean()
-            return imitation_loss(policy, batch)
-
-    def _varied(self, samples: TensorDict) -> TensorDict:
-        """Shake the vectors of the observations, and move the pictures."""
-        varied, cfg = samples.copy(), self.cfg
-        found = leaves(samples[OBSERVATION])
-        pictures = [path for path, leaf in found.items() if leaf.dtype == torch.uint8 and leaf.ndim == 4]
-        if cfg.picture_shift and not pictures:
-            raise ConfigError(
-                f"algo.picture_shift is {cfg.picture_shift}, but the demonstrations hold no pictures, which are uint8 "
-                f"and have three dimensions (they hold {', '.join(found)}); leave it out, or name cameras in "
-                "task.cameras."
-            )
-        for path, leaf in found.items():
-            key = OBSERVATION if isinstance(samples[OBSERVATION], Tensor) else (OBSERVATION, *path.split("."))
-            if leaf.is_floating_point() and cfg.state_noise:
-                varied[key] = leaf + cfg.state_noise * torch.randn_like(leaf)
-            elif path in pictures and cfg.picture_shift:
-                varied[key] = randomly_moved(leaf, cfg.picture_shift)
-        return varied
-
     def adjust_learning_rate(self, progress: float) -> None:
         """Follow the linear schedule."""
         if self.cfg.schedule == "linear":
-            self.optimizer.learning_rate.fill_(self.cfg.learning_rate * max(0.0, 1.0 - progress))
+            self.optimizer.learning_rate.fill_(linear_rate(self.cfg.learning_rate, progress))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer."""

@@ -6,7 +6,7 @@ can be skipped, without reading anything back to the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class FlatAdam:
         max_grad_norm: gradients are scaled down to this norm.
         separate_clip_prefix: parameters whose names begin so are clipped by themselves, as if they had an optimizer of
             their own.
+        weight_decay: share of a weight that is taken off at every step, times the learning rate (Loshchilov and Hutter
+            2019, arXiv 1711.05101).
 
     Raises:
         ConfigError: when no parameter needs a gradient.
@@ -52,6 +54,7 @@ class FlatAdam:
         eps: float,
         max_grad_norm: float,
         separate_clip_prefix: str | None = None,
+        weight_decay: float = 0.0,
     ) -> None:
         trained = [(name, p) for name, p in named_parameters if p.requires_grad]
         if not trained:
@@ -66,7 +69,7 @@ class FlatAdam:
         ]
         self.parameters = dict(together + [pair for pair in trained if pair[0] not in dict(together)])
         self._num_together = sum(p.numel() for _, p in together)
-        self.eps, self.max_grad_norm = eps, max_grad_norm
+        self.eps, self.max_grad_norm, self.weight_decay = eps, max_grad_norm, weight_decay
         self.flat = flatten(self.parameters.values())
         self.gradient = torch.zeros_like(self.flat)
         for name, gradient in self.views(self.gradient).items():
@@ -86,20 +89,6 @@ class FlatAdam:
         """Cut a flat tensor into the parameters' shapes, by name."""
         parts = torch.split(flat, [p.numel() for p in self.parameters.values()])
         return {name: part.view(p.shape) for part, (name, p) in zip(parts, self.parameters.items(), strict=True)}
-
-    def gradient_at(
-        self, loss_at: Callable[[Mapping[str, Tensor]], tuple[Tensor, Any]], *, functional: bool
-    ) -> tuple[Tensor, Any, Tensor]:
-        """Return loss, whatever comes with it, and the flat gradient, of a loss that takes the parameters by name.
-
-        As a function of the flat parameters, forward and backward pass compile as one piece.
-        """
-        if functional:
-            function = torch.func.grad_and_value(lambda flat: loss_at(self.views(flat)), has_aux=True)
-            gradient, (loss, more) = function(self.flat)
-            return loss, more, gradient
-        loss, more = loss_at(self.parameters)
-        return loss, more, self.gradient_of(loss)
 
     def gradient_of(self, loss: Tensor) -> Tensor:
         """Return the flat gradient of a loss; parameters that it does not depend on get zeros."""
@@ -125,6 +114,8 @@ class FlatAdam:
         # A first step that was skipped leaves 1 − β⁰ = 0 below: any number does, because its size is 0.
         unbias_mean = (1.0 - mean_decay).clamp(min=1.0 - BETA_MEAN).float()
         unbias_square = (1.0 - square_decay).clamp(min=1.0 - BETA_SQUARE).float()
+        if self.weight_decay:
+            self.flat.mul_(1.0 - self.learning_rate * self.weight_decay * taken)
         size = self.learning_rate * taken / unbias_mean
         self.flat.sub_(size * mean / ((square / unbias_square).sqrt() + self.eps))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -15,13 +15,14 @@ from apexrl.algorithms.base import (
     MAX_BEHAVIOUR_WEIGHT,
     AlgorithmConfig,
     BaseAlgorithm,
-    UpdateStats,
     check_source,
     checker,
     find_device,
 )
-from apexrl.algorithms.minibatches import bounds
+from apexrl.algorithms.gradient_step import GradientStep, PolicyLoss, UpdateStats, linear_rate
+from apexrl.algorithms.minibatches import bounds, minibatches
 from apexrl.algorithms.optimizer import FlatAdam
+from apexrl.algorithms.terms import Term
 from apexrl.core.errors import ConfigError
 from apexrl.core.functional import (
     approx_kl,
@@ -33,7 +34,7 @@ from apexrl.core.functional import (
     value_loss,
 )
 from apexrl.core.system import distributed
-from apexrl.core.system.acceleration import Acceleration, Captured, Compiled, memory_pool
+from apexrl.core.system.acceleration import Acceleration, Captured, memory_pool
 from apexrl.core.types import (
     ACTION,
     ADVANTAGE,
@@ -47,7 +48,6 @@ from apexrl.core.types import (
     SAMPLE_LOG_PROB,
     TERMINATED,
     VALUE,
-    Evaluation,
 )
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic, SACPolicy, VLAPolicy
@@ -104,8 +104,6 @@ class PPOConfig(AlgorithmConfig):
     adam_eps: float = 1e-5
     """Adam's ε."""
 
-    learning_rate_bounds: ClassVar[tuple[float, float]] = (1e-5, 1e-2)
-
     def __post_init__(self) -> None:
         require = checker(self, "algo")
         for name in ("num_steps", "num_epochs", "num_minibatches"):
@@ -143,24 +141,37 @@ where the update computes in bfloat16, and in rollouts of older weights."""
 BEHAVIOUR_WEIGHT = "behaviour_weight"
 """Of a sample that older weights collected: how much likelier the policy at the start of the update takes its action
 than those did, at most ``MAX_BEHAVIOUR_WEIGHT``."""
-PPO_METRICS = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_frac", "grad_norm")
+PPO_METRICS = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_frac")
+"""What is logged of the loss, before what terms add; the norm of the gradient comes last."""
 
 
-class _Evaluator(nn.Module):
-    """The policy's evaluation of a minibatch as a module of its own, in the precision of the acceleration."""
+class PPOLoss(PolicyLoss):
+    """L = L_clip(ρ A) + c_V L_V − c_H H + Σ terms, of a minibatch."""
 
-    def __init__(self, policy: Policy, acceleration: Acceleration) -> None:
-        super().__init__()
-        self.policy = policy
-        self.in_bf16 = acceleration.precision == "bf16"
+    def __init__(self, policy: Policy, cfg: PPOConfig, acceleration: Acceleration, terms: Sequence[Term] = ()) -> None:
+        super().__init__(policy, acceleration, terms)
+        self.cfg = cfg
 
-    def forward(self, batch: Mapping[str, Any]) -> Evaluation:
-        """Return log-probabilities, entropies and values in float32."""
-        if not self.in_bf16:
-            return self.policy.evaluate(batch)
-        with torch.autocast(self.policy.device.type, dtype=torch.bfloat16):
-            evaluation = self.policy.evaluate(batch)
-        return Evaluation(*(x.float() for x in evaluation))
+    def forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, tuple[()]]:
+        """Return the loss, and what is logged of it in the order of ``PPO_METRICS``."""
+        cfg = self.cfg
+        evaluation = self.evaluate(batch)
+        log_prob, entropy, value = evaluation
+        advantage = batch[ADVANTAGE]
+        if cfg.normalize_advantage == "minibatch":
+            advantage = _normalize(advantage)
+        if BEHAVIOUR_WEIGHT in batch:
+            advantage = advantage * batch[BEHAVIOUR_WEIGHT]
+        log_ratio = log_prob - batch[ANCHOR_LOG_PROB if ANCHOR_LOG_PROB in batch else SAMPLE_LOG_PROB]
+        ratio = probability_ratio(log_ratio)
+        policy_loss = clipped_surrogate(ratio, advantage, cfg.clip)
+        critic_loss = value_loss(value, batch[RETURN], batch[VALUE], cfg.clip_value)
+        entropy_loss = -entropy.mean()
+        loss = policy_loss + cfg.value_coef * critic_loss + cfg.entropy_coef * entropy_loss
+        with torch.no_grad():
+            clip_frac = ((ratio - 1.0).abs() > cfg.clip).float().mean()
+            numbers = policy_loss, critic_loss, entropy_loss, approx_kl(log_ratio), clip_frac
+        return self.result(loss, numbers, batch, evaluation)
 
 
 class PPO(BaseAlgorithm):
@@ -178,6 +189,8 @@ class PPO(BaseAlgorithm):
     shared_fields: ClassVar[Mapping[str, Callable[[int, str], int]] | None] = {}
     own_keys = ("reward_scaler",)
     advice_without_steps = "Lower algo.learning_rate, or raise algo.target_kl."
+    moves_normalizer: ClassVar[bool] = True
+    """Whether ``update`` shows the rollout to the normaliser at its end."""
 
     def __init__(
         self,
@@ -191,6 +204,7 @@ class PPO(BaseAlgorithm):
         policy: Policy | None = None,
         device: torch.device | str | None = None,
         acceleration: Acceleration | None = None,
+        terms: Sequence[Term] = (),
     ) -> None:
         check_source("PPO", env, policy)
         if isinstance(policy, SACPolicy):
@@ -212,6 +226,8 @@ class PPO(BaseAlgorithm):
         super().__init__(policy, self.cfg.num_steps)
         self.reward_scaler = RewardScaler(self.cfg.gamma).to(policy.device) if self.cfg.normalize_reward else None
         self.acceleration = acceleration or Acceleration()
+        self.terms = tuple(terms)
+        """What is added to the loss."""
         self._heads = [
             head for head in policy.modules() if isinstance(head, ActionHead) and isinstance(head.log_std, nn.Parameter)
         ]
@@ -251,33 +267,55 @@ class PPO(BaseAlgorithm):
             cfg.max_grad_norm,
             separate_clip_prefix=separate_clip_prefix,
         )
-        self._evaluator = _Evaluator(learner, self.acceleration)
-        self._pool = memory_pool()
-        self._run_step = Compiled(self._step, enabled=self.acceleration.compile, device=device)
-        self._captured_epoch = self._captured("The update", self._epoch)
-        self._captured_advantage = self._captured("The advantage", self._compute_advantage)
-        self._run_log_prob = Compiled(self._log_prob, enabled=self.acceleration.compile, device=device)
-        self._captured_anchor = self._captured("The start of the update", self._anchor)
-        self._progress = UpdateStats(PPO_METRICS, device)
-        self._batch = TensorDict({}, batch_size=[0, 0])
-        self._data: dict[str, Any] = {}
+        self.stats = UpdateStats((*PPO_METRICS, *(term.name for term in self.terms), "grad_norm"), device)
+        self.loss = PPOLoss(learner, cfg, self.acceleration, self.terms)
+        self.gradient_step = GradientStep(
+            self.loss,
+            self.optimizer,
+            self.stats,
+            target_kl=cfg.target_kl,
+            desired_kl=cfg.desired_kl if cfg.schedule == "adaptive" else None,
+            functional=self.acceleration.compile,
+        )
+        self.batch = TensorDict({}, batch_size=[0, 0])
+        """The rollout that was learned from last, with its advantages and returns."""
+        self._samples: dict[str, Any] = {}
+        """What the loss reads of it, ``[T · N, ...]``, or ``[T, N, ...]`` for a policy that learns from sequences."""
+        self._wrap()
 
-    def _captured(self, name: str, function: Callable[..., Any]) -> Captured:
-        enabled = self.acceleration.graphs and self.policy.device.type == "cuda"
-        return Captured(name, function, enabled=enabled, pool=self._pool)
+    def _wrap(self) -> None:
+        """Compile and capture anew what works on the memory of a batch."""
+        wrap, device, pool = self.acceleration.wrap, self.policy.device, memory_pool()
+        self.step = wrap(self.gradient_step, device)
+        self._log_prob = wrap(self._eager_log_prob, device)
+        self.epoch = wrap(self._eager_epoch, device, graph="The update", pool=pool)
+        self.compute_advantage = wrap(self._eager_advantage, device, graph="The advantage", pool=pool)
+        self.anchor = wrap(self._eager_anchor, device, graph="The start of the update", pool=pool)
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
-        """Learn from one rollout ``[T, N]``, then let the normaliser see it."""
-        metrics = self.train_policy(rollout)
-        self._update_normalizer(rollout)
-        return metrics
+        """Learn from one rollout ``[T, N]``; the normaliser sees it last, so that the first ratio is exactly 1."""
+        self._load(rollout)
+        self.compute_advantage()
+        self.stats.reset()
+        self.policy.train()
+        if ANCHOR_LOG_PROB in self._samples:
+            self.anchor()
+        count = self.batch.shape[1] if self.policy.sequential else self.batch.numel()
+        for _ in range(self.cfg.num_epochs):
+            self.epoch(torch.randperm(count, device=self.policy.device))
+        self.policy.eval()
+        if self.moves_normalizer:
+            self.policy.update_normalizer(rollout[OBSERVATION], apply=self.stats.nonfinite == 0)
+        value, target = distributed.all_gather(self.batch[VALUE]), distributed.all_gather(self.batch[RETURN])
+        return {
+            **self.stats.report(),
+            "skipped": self.stats.stop.clone(),
+            "learning_rate": self.optimizer.learning_rate.clone(),
+            "explained_variance": explained_variance(value, target),
+        }
 
-    def _update_normalizer(self, rollout: TensorDict) -> None:
-        # Last, so that the rollout and every minibatch of this update saw the same normaliser.
-        self.policy.update_normalizer(rollout[OBSERVATION], apply=self._progress.nonfinite == 0)
-
-    def train_policy(self, rollout: TensorDict) -> dict[str, Tensor]:
-        """Run the epochs over one rollout."""
+    def _load(self, rollout: TensorDict) -> None:
+        """Put a rollout where the minibatch step reads it; with graphs, into the same memory every time."""
         self.check_batch(rollout)
         count = rollout.shape[1] if self.policy.sequential else rollout.numel()
         if self.cfg.num_minibatches > count:
@@ -285,61 +323,33 @@ class PPO(BaseAlgorithm):
             raise ConfigError(
                 f"algo.num_minibatches is {self.cfg.num_minibatches}, but the rollout has {count} {parts}; lower it."
             )
-        self._load(rollout)
-        self._captured_advantage()
-        rollout[ADVANTAGE], rollout[RETURN] = self._batch[ADVANTAGE], self._batch[RETURN]
-        progress = self._progress
-        progress.restart()
-        self.policy.train()
-        if ANCHOR_LOG_PROB in self._data:
-            self._captured_anchor()
-        for _ in range(self.cfg.num_epochs):
-            self._captured_epoch(torch.randperm(count, device=self.policy.device))
-        self.policy.eval()
-        return {
-            **progress.means(),
-            "learning_rate": self.optimizer.learning_rate.clone(),
-            "explained_variance": explained_variance(
-                distributed.all_gather(self._batch[VALUE]), distributed.all_gather(self._batch[RETURN])
-            ),
-            "updates": progress.sums[-1].clone(),
-            "skipped": progress.stop.clone(),
-            "nonfinite": progress.nonfinite.clone(),
-        }
-
-    def _load(self, rollout: TensorDict) -> None:
-        """Put a rollout where the minibatch step reads it; with graphs, into the same memory every time."""
         stored = [*self.policy.initial_memory(1), *self.policy.extra_keys]
         stored += [PRE_TANH] if PRE_TANH in rollout.keys() else []  # noqa: SIM118
         batch = rollout.select(*self.required_keys, *stored)
         is_stale = POLICY_VERSION in rollout.keys()  # noqa: SIM118
         anchor = [ANCHOR_LOG_PROB] if is_stale or self.acceleration.precision == "bf16" else []
         computed = [ADVANTAGE, RETURN, *anchor, *([BEHAVIOUR_WEIGHT] if is_stale else [])]
-        same_layout = self._batch.shape == batch.shape and set(self._batch.keys()) == {*batch.keys(), *computed}
-        if same_layout and self._captured_epoch.enabled:
-            self._batch.update_(batch)
-            return
-        if not same_layout:
-            self._forget_batch()
-        self._batch = batch.clone() if self._captured_epoch.enabled else batch
+        is_captured = isinstance(self.epoch, Captured)
+        if self.batch.shape == batch.shape and set(self.batch.keys()) == {*batch.keys(), *computed}:
+            if is_captured:
+                self.batch.update_(batch)
+                return
+        elif self._samples:
+            self._wrap()
+        self.batch = batch.clone() if is_captured else batch
         for name in computed:
-            self._batch[name] = torch.empty_like(batch[VALUE], memory_format=torch.contiguous_format)
+            self.batch[name] = torch.empty_like(batch[VALUE], memory_format=torch.contiguous_format)
         read_by_loss = [OBSERVATION, ACTION, SAMPLE_LOG_PROB, VALUE, *computed, *stored]
-        data = self._batch.select(*read_by_loss, *([DONE] if self.policy.sequential else []))
-        self._data = dict((data if self.policy.sequential else data.reshape(-1)).items())
-
-    def _forget_batch(self) -> None:
-        """Drop what was captured or compiled for the memory and the shape of the batch before."""
-        self._run_step.forget()
-        self._captured_epoch.forget()
-        self._captured_advantage.forget()
-        self._run_log_prob.forget()
-        self._captured_anchor.forget()
+        samples = self.batch.select(*read_by_loss, *([DONE] if self.policy.sequential else []))
+        self._samples = dict((samples if self.policy.sequential else samples.reshape(-1)).items())
 
     @torch.no_grad()
-    def _compute_advantage(self) -> None:
-        batch = self._batch
+    def _eager_advantage(self) -> None:
+        """Compute advantages and returns, from rewards and what terms add to them."""
+        batch = self.batch
         reward = batch[REWARD] * self.cfg.reward_scale
+        for term in self.terms:
+            reward = reward + term.reward(batch)
         if self.reward_scaler is not None:
             reward = self.reward_scaler(reward, batch[DONE])
         advantage, target = gae(
@@ -357,94 +367,27 @@ class PPO(BaseAlgorithm):
         batch[RETURN].copy_(target)
 
     @torch.no_grad()
-    def _anchor(self) -> None:
+    def _eager_anchor(self) -> None:
         """Evaluate the stored actions under the policy as it is, a minibatch at a time, and weight stale samples.
 
         w = min(π_start(a|s) / π_sample(a|s), MAX_BEHAVIOUR_WEIGHT)
         """
-        data, leading = self._data, (slice(None),) if self.policy.sequential else ()
-        for start, end in bounds(data[VALUE].shape[len(leading)], self.cfg.num_minibatches):
-            place = (*leading, slice(start, end))
-            part = {name: value[place] for name, value in data.items()}
-            data[ANCHOR_LOG_PROB][place].copy_(self._run_log_prob(part, key=end - start))
-        if BEHAVIOUR_WEIGHT in data:
-            ratio = (data[ANCHOR_LOG_PROB] - data[SAMPLE_LOG_PROB]).exp()
-            data[BEHAVIOUR_WEIGHT].copy_(ratio.clamp(max=MAX_BEHAVIOUR_WEIGHT))
+        samples, before = self._samples, (slice(None),) if self.policy.sequential else ()
+        for start, end in bounds(samples[VALUE].shape[len(before)], self.cfg.num_minibatches):
+            place = (*before, slice(start, end))
+            part = {name: value[place] for name, value in samples.items()}
+            samples[ANCHOR_LOG_PROB][place].copy_(self._log_prob(part))
+        if BEHAVIOUR_WEIGHT in samples:
+            ratio = (samples[ANCHOR_LOG_PROB] - samples[SAMPLE_LOG_PROB]).exp()
+            samples[BEHAVIOUR_WEIGHT].copy_(ratio.clamp(max=MAX_BEHAVIOUR_WEIGHT))
 
-    def _log_prob(self, batch: Mapping[str, Any]) -> Tensor:
-        evaluation: Evaluation = self._evaluator(batch)
-        return evaluation.log_prob
+    def _eager_log_prob(self, batch: Mapping[str, Any]) -> Tensor:
+        return self.loss.evaluate(batch).log_prob
 
-    def _loss(self, batch: Mapping[str, Any], evaluation: Evaluation) -> tuple[Tensor, Tensor]:
-        """Return the loss, and what is logged of it in the order of ``PPO_METRICS``."""
-        cfg = self.cfg
-        log_prob, entropy, value = evaluation
-        advantage = batch[ADVANTAGE]
-        if cfg.normalize_advantage == "minibatch":
-            advantage = _normalize(advantage)
-        if BEHAVIOUR_WEIGHT in batch:
-            advantage = advantage * batch[BEHAVIOUR_WEIGHT]
-        log_ratio = log_prob - batch[ANCHOR_LOG_PROB if ANCHOR_LOG_PROB in batch else SAMPLE_LOG_PROB]
-        ratio = probability_ratio(log_ratio)
-        policy_term = clipped_surrogate(ratio, advantage, cfg.clip)
-        value_term = value_loss(value, batch[RETURN], batch[VALUE], cfg.clip_value)
-        entropy_term = -entropy.mean()
-        loss = policy_term + cfg.value_coef * value_term + cfg.entropy_coef * entropy_term
-        with torch.no_grad():
-            clip_frac = ((ratio - 1.0).abs() > cfg.clip).float().mean()
-            metrics = torch.stack((loss, policy_term, value_term, entropy_term, approx_kl(log_ratio), clip_frac))
-        return loss, metrics
-
-    def _gradient(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return loss, metrics and flat gradient."""
-
-        def loss_at(parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            named = {f"policy.{name}": value for name, value in parameters.items()}
-            evaluation: Evaluation = torch.func.functional_call(self._evaluator, named, (batch,))
-            loss, metrics = self._loss(batch, evaluation)
-            return loss + self._penalty(named, batch), metrics
-
-        return self.optimizer.gradient_at(loss_at, functional=self.acceleration.compile)
-
-    def _penalty(self, parameters: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor | float:
-        """Return what a variant adds to the loss, given the evaluator's parameters by name."""
-        return 0.0
-
-    def _epoch(self, order: Tensor) -> None:
-        """Go once over the batch in a given order: shuffle all of it at once, then cut it into minibatches."""
-        leading = (slice(None),) if self.policy.sequential else ()
-        shuffled = {name: value[(*leading, order)] for name, value in self._data.items()}
-        for start, end in bounds(len(order), self.cfg.num_minibatches):
-            place = (*leading, slice(start, end))
-            self._run_step({name: value[place] for name, value in shuffled.items()}, key=end - start)
-
-    def _step(self, minibatch: Mapping[str, Any]) -> None:
-        """Take one optimizer step, unless the update was stopped before or this step is not finite."""
-        progress = self._progress
-        loss, metrics, gradient = distributed.all_reduce_mean(*self._gradient(minibatch))
-        with torch.no_grad():
-            gradient_norm, kl = gradient.norm(), metrics[PPO_METRICS.index("approx_kl")]
-            if adaptive := self.cfg.schedule == "adaptive":
-                # Before the first step nothing has moved, and after the stop nothing moves: neither tells of the rate.
-                ignored = (progress.sums[-1] == 0) | (progress.stop > 0)
-            if self.cfg.target_kl is not None:
-                progress.stop.copy_(torch.max(progress.stop, kl > 1.5 * self.cfg.target_kl))
-            progress.nonfinite.copy_(torch.max(progress.nonfinite, ~(loss + gradient_norm).isfinite()))
-            skip = torch.max(progress.stop, progress.nonfinite)
-            self.optimizer.step(gradient, gradient_norm, skip)
-            if adaptive:
-                self._adapt_learning_rate(kl, progress.stop > 0, ignored | (progress.nonfinite > 0))
-            progress.add(torch.cat((metrics, gradient_norm.view(1))), taken=skip == 0)
-
-    def _adapt_learning_rate(self, kl: Tensor, stops: Tensor, ignored: Tensor) -> None:
-        """Follow the KL divergence of a minibatch; one that stops the update always lowers the rate."""
-        low, high = self.cfg.learning_rate_bounds
-        rate = self.optimizer.learning_rate
-        slower = (rate / 1.5).clamp(min=low)
-        faster = (rate * 1.5).clamp(max=high)
-        too_far, too_near = (kl > 2.0 * self.cfg.desired_kl) | stops, kl < 0.5 * self.cfg.desired_kl
-        followed = torch.where(too_far, slower, torch.where(too_near, faster, rate))
-        rate.copy_(torch.where(ignored, rate, followed))
+    def _eager_epoch(self, order: Tensor) -> None:
+        """Go once over the batch in a given order."""
+        for minibatch in minibatches(self._samples, order, self.cfg.num_minibatches, int(self.policy.sequential)):
+            self.step(minibatch)
 
     def adjust_learning_rate(self, progress: float) -> None:
         """Follow the linear schedule, and that of σ; the others need nothing here.
@@ -457,12 +400,19 @@ class PPO(BaseAlgorithm):
                 limit = start + progress * (end - start)
                 head.limit_log_std(-math.inf if self.cfg.std_schedule == "capped" else limit, limit)
         if self.cfg.schedule == "linear":
-            self.optimizer.learning_rate.fill_(self.cfg.learning_rate * max(0.0, 1.0 - progress))
+            self.optimizer.learning_rate.fill_(linear_rate(self.cfg.learning_rate, progress))
+        for term in self.terms:
+            term.follow(progress)
 
     def state_dict(self) -> dict[str, Any]:
         """Return optimizer, learning rate and reward statistics."""
         scaler = {} if self.reward_scaler is None else dict(self.reward_scaler.state_dict())
-        return {"optimizer": self.optimizer.state_dict(), "reward_scaler": scaler, "config": asdict(self.cfg)}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "reward_scaler": scaler,
+            "terms": {term.name: term.own_state() for term in self.terms},
+            "config": asdict(self.cfg),
+        }
 
     def without_own_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Leave out the returns of running episodes, which end here; the statistics are those of all processes."""
@@ -472,10 +422,12 @@ class PPO(BaseAlgorithm):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
         self.optimizer.load_state_dict(state["optimizer"])
+        for term in self.terms:
+            term.load_own_state(state["terms"][term.name])
         if self.reward_scaler is not None and state["reward_scaler"]:
             self.reward_scaler.running = state["reward_scaler"]["running"].to(self.policy.device, copy=True)
             self.reward_scaler.load_state_dict(state["reward_scaler"])
-            self._captured_advantage.forget()
+            self._wrap()
 
 
 def _normalize(advantage: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ After ROA (Fu et al. 2022, arXiv 2210.10044) and RMA (Kumar et al. 2021, arXiv 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -13,12 +13,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.algorithms.base import UpdateStats
-from apexrl.algorithms.minibatches import bounds
+from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats
+from apexrl.algorithms.minibatches import minibatches
 from apexrl.algorithms.optimizer import FlatAdam, flatten
 from apexrl.algorithms.ppo import PPO, PPOConfig
+from apexrl.algorithms.terms import EncoderDistance
 from apexrl.core.errors import ConfigError, requirement
-from apexrl.core.system.acceleration import Acceleration, Compiled
+from apexrl.core.system.acceleration import Acceleration, memory_pool
 from apexrl.core.types import NEXT_OBSERVATION, NEXT_VALUE, OBS_KEY, OBSERVATION, VALUE, Carry, Observation
 from apexrl.envs import VecEnv
 from apexrl.policies import Policy, ROAPolicy
@@ -116,6 +117,7 @@ class PPOROA(PPO):
     """
 
     policies: ClassVar[Mapping[str, type[Policy]]] = {"roa": ROAPolicy}
+    moves_normalizer = False
 
     def __init__(
         self, policy: ROAPolicy, cfg: PPOROAConfig | None = None, *, acceleration: Acceleration | None = None
@@ -145,34 +147,42 @@ class PPOROA(PPO):
         return ROAPolicy.for_env(env, critic_class=critic_class, critic_cfg=critic_cfg, **(actor_cfg or {}))
 
     def begin_phase(self, phase: Phase) -> None:
-        """Go on in a phase, with new optimizers; everything that depends on the phase is chosen here."""
+        """Begin or continue in a phase, with new optimizers; everything that depends on the phase is chosen here."""
         cfg, policy = self.roa_cfg, self.roa
         starts_finetune = phase == "finetune" and self.phase == "train"
         self.phase = phase
-        options = (cfg.adapt_learning_rate, cfg.adam_eps, cfg.max_grad_norm)
         if phase == "train":
             self.cfg, self._acting = cfg, policy.teacher
-            self.student_optimizer: FlatAdam | None = FlatAdam(policy.actor_adapt.named_parameters(), *options)
-            self._student_steps: dict[str, Callable[..., Tensor]] = {"imitation_loss": self._imitate}
-            self._added_loss = self._encoder_penalty if cfg.encoder_penalty else super()._penalty
-            self._observers: tuple[Callable[[TensorDict], None], ...] = (self._update_normalizer,)
+            share = cfg.train_share if cfg.phase == "both" else 1.0
+            self.terms = (EncoderDistance(policy, cfg.encoder_penalty, share),) if cfg.encoder_penalty else ()
         else:
             self.cfg = replace(
                 cfg, learning_rate=cfg.finetune_learning_rate, schedule="fixed", target_kl=cfg.finetune_target_kl
             )
-            self._acting = policy.student
-            self.student_optimizer, self._student_steps = None, {}  # the student's weights are PPO's own
-            self._added_loss = super()._penalty
-            self._observers = ()  # the normaliser would move the frozen teacher's inputs, and so what it teaches
+            self._acting, self.terms = policy.student, ()
         if starts_finetune:
             self._explore_as_the_teacher()
         self._prepare(self._acting, separate_clip_prefix="critic.")
-        self.adapt_optimizer = FlatAdam(policy.adapt_module.named_parameters(), *options)
+        self.adapt = self._imitation_step(AdaptationLoss(policy, cfg, self.acceleration), policy.adapt_module)
+        # In finetune the student's weights are PPO's own.
+        self.imitate = (
+            self._imitation_step(StudentLoss(policy, self.acceleration), policy.actor_adapt)
+            if phase == "train"
+            else None
+        )
         self._average = flatten(policy.adapt_ema.parameters())
-        self._run_adapt_step = Compiled(self._adapt_step, enabled=self.acceleration.compile, device=policy.device)
-        self._captured_adapt_epoch = self._captured("The adaptation", self._adapt_epoch)
-        self._adapt_progress = UpdateStats(("adapt_loss", *self._student_steps), policy.device)
-        self._penalty_weight = torch.zeros((), device=policy.device)
+
+    def _imitation_step(self, loss: Loss, learner: nn.Module) -> GradientStep:
+        cfg = self.roa_cfg
+        optimizer = FlatAdam(learner.named_parameters(), cfg.adapt_learning_rate, cfg.adam_eps, cfg.max_grad_norm)
+        stats = UpdateStats((loss.name, ""), self.policy.device, nonfinite=self.stats.nonfinite)
+        return GradientStep(loss, optimizer, stats, functional=self.acceleration.compile)
+
+    def _wrap(self) -> None:
+        super()._wrap()
+        wrap, device = self.acceleration.wrap, self.policy.device
+        self.adapt_step = wrap(self._eager_adapt_step, device)
+        self.adapt_epoch = wrap(self._eager_adapt_epoch, device, graph="The adaptation", pool=memory_pool())
 
     def _explore_as_the_teacher(self) -> None:
         """Give the student the teacher's standard deviation; one that depends on the state it has imitated."""
@@ -214,8 +224,8 @@ class PPOROA(PPO):
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Learn from one rollout ``[T, N]``: PPO, then the adaptation, then, in phase train, the normaliser."""
         metrics = {**self.train_policy(rollout), **self.train_adapt(rollout)}
-        for observe in self._observers:
-            observe(rollout)
+        if self.phase == "train":  # later it would move the frozen teacher's inputs, and so what it teaches
+            self.policy.update_normalizer(rollout[OBSERVATION], apply=self.stats.nonfinite == 0)
         return metrics
 
     def train_op(self, tensordict: TensorDict) -> dict[str, Tensor]:
@@ -224,7 +234,7 @@ class PPOROA(PPO):
 
     def train_policy(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Run the epochs of PPO over one rollout."""
-        return super().train_policy(self._as_batch(rollout))
+        return super().update(self._as_batch(rollout))
 
     def train_adapt(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Train the adaptation module on the rollout that ``train_policy`` has just seen, and move its average.
@@ -236,104 +246,45 @@ class PPOROA(PPO):
                 f"algo.adapt_minibatches is {self.roa_cfg.adapt_minibatches}, but the rollout has {rollout.numel()} "
                 "samples; lower it."
             )
-        progress = self._adapt_progress
-        progress.restart()
+        steps = [self.adapt] if self.imitate is None else [self.adapt, self.imitate]
+        for step in steps:
+            step.stats.reset()
         self.policy.train()
         for _ in range(self.roa_cfg.adapt_epochs):
-            self._captured_adapt_epoch(torch.randperm(rollout.numel(), device=self.policy.device))
+            self.adapt_epoch(torch.randperm(rollout.numel(), device=self.policy.device))
         self.policy.eval()
+        nonfinite = self.stats.nonfinite
         with torch.no_grad():
             tau = self.roa_cfg.ema_tau
-            moved = (1.0 - tau) * self._average + tau * self.adapt_optimizer.flat
-            self._average.copy_(torch.where(self._progress.nonfinite == 0, moved, self._average))
+            moved = (1.0 - tau) * self._average + tau * self.adapt.optimizer.flat
+            self._average.copy_(torch.where(nonfinite == 0, moved, self._average))
+        losses = {name: mean for step in steps for name, mean in step.stats.means().items()}
         # Once more: the adaptation may be what was not finite.
-        return {**progress.means(), "nonfinite": self._progress.nonfinite.clone()}
+        return {**losses, "nonfinite": nonfinite.clone()}
 
-    def _forget_batch(self) -> None:
-        super()._forget_batch()
-        self._run_adapt_step.forget()
-        self._captured_adapt_epoch.forget()
+    def _eager_adapt_epoch(self, order: Tensor) -> None:
+        groups = dict(self._samples[OBSERVATION].items())
+        for minibatch in minibatches(groups, order, self.roa_cfg.adapt_minibatches):
+            self.adapt_step(minibatch)
 
-    def _adapt_epoch(self, order: Tensor) -> None:
-        obs = self._data[OBSERVATION][order]
-        for start, end in bounds(len(order), self.roa_cfg.adapt_minibatches):
-            self._run_adapt_step(dict(obs[start:end].items()), key=end - start)
-
-    def _adapt_step(self, groups: Mapping[str, Tensor]) -> None:
+    def _eager_adapt_step(self, groups: Mapping[str, Tensor]) -> None:
         """Regress the adaptation module to the encoder, then, in phase train, the student to the teacher."""
-        policy = self.roa
-        raw = TensorDict(dict(groups), batch_size=[len(groups[OBS_KEY])])
-        weight = self._has_history(groups[OBS_KEY])
-        obs = policy.normalized(raw)
-        with torch.no_grad():
-            feature = policy.encoder_priv(obs)
-
-        def adapt_loss(parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            guess = torch.func.functional_call(policy.adapt_module, dict(parameters), (obs,))
-            error = (guess - feature).square().mean(-1, keepdim=True)
-            return (weight * error).sum() / weight.sum().clamp(min=1.0), guess.detach()
-
-        loss, guess, gradient = self.adapt_optimizer.gradient_at(adapt_loss, functional=self.acceleration.compile)
-        loss, _ = self._progress.apply(self.adapt_optimizer, loss, gradient, weight=weight)
-        losses = (loss, *(step(obs, feature, guess) for step in self._student_steps.values()))
-        with torch.no_grad():
-            taken = self._progress.nonfinite == 0
-            self._adapt_progress.add(torch.stack(losses), taken)
-
-    def _imitate(self, obs: Observation, feature: Tensor, guess: Tensor) -> Tensor:
-        """Regress the student, given the guess, to the teacher, given the feature; returns the loss.
-
-        L = mean((a − a*)²), and + mean((log σ − log σ*)²) where σ depends on the state.
-        """
-        policy, optimizer = self.roa, self.student_optimizer
-        assert optimizer is not None
-        with torch.no_grad():
-            wanted = policy.actor(obs, feature)
-
-        def imitation_loss(parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            given = torch.func.functional_call(policy.actor_adapt, dict(parameters), (obs, guess))
-            loss = (given.mode - wanted.mode).square().mean()
-            if policy.actor.action_head.log_std is None:
-                loss = loss + (_log_std(given) - _log_std(wanted)).square().mean()
-            return loss, given.mode.detach()
-
-        loss, _, gradient = optimizer.gradient_at(imitation_loss, functional=self.acceleration.compile)
-        return self._progress.apply(optimizer, loss, gradient)[0]
-
-    def _has_history(self, window: Tensor) -> Tensor:
-        """Return 1 where a window ``[B, F]`` holds enough frames, else 0; frames before the episode are zeros."""
-        frames = window.reshape(len(window), self.roa.history, -1)
-        needed = min(self.roa_cfg.min_frames, self.roa.history)
-        return ((frames != 0).any(-1).sum(-1, keepdim=True) >= needed).to(window.dtype)
-
-    def _penalty(self, parameters: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor | float:
-        return self._added_loss(parameters, batch)
-
-    def _encoder_penalty(self, parameters: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor:
-        """Draw the encoder towards what can be inferred: λ mean((z − sg(ẑ))²)."""
-        obs = self.roa.normalized(batch[OBSERVATION])
-        prefix = "policy.latent."
-        encoder = {name[len(prefix) :]: value for name, value in parameters.items() if name.startswith(prefix)}
-        feature = torch.func.functional_call(self.roa.encoder_priv, encoder, (obs,))
-        with torch.no_grad():
-            guess = self.roa.adapt_module(obs)
-        distance: Tensor = (feature - guess).square().mean()
-        return self._penalty_weight * distance
+        seen = self.adapt(groups, weight=has_history(groups[OBS_KEY], self.roa.history, self.roa_cfg.min_frames))
+        if self.imitate is not None:
+            self.imitate(seen)
 
     def adjust_learning_rate(self, progress: float) -> None:
-        """Follow the schedules, and go on to finetune when its time has come."""
+        """Follow the schedules, and begin finetune when its time has come."""
         super().adjust_learning_rate(progress)
-        share = progress / self.roa_cfg.train_share if self.roa_cfg.phase == "both" else progress
-        self._penalty_weight.fill_(self.roa_cfg.encoder_penalty * min(1.0, share))
-        if self.roa_cfg.phase == "both" and self.phase == "train" and share >= 1.0:
+        cfg = self.roa_cfg
+        if cfg.phase == "both" and self.phase == "train" and progress / cfg.train_share >= 1.0:
             self.begin_phase("finetune")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the phase and what PPO and the adaptation need to go on."""
-        state = super().state_dict()
-        student = {} if self.student_optimizer is None else self.student_optimizer.state_dict()
-        adaptation = {"adapt": self.adapt_optimizer.state_dict(), "student": student}
-        return {**state, **adaptation, "phase": self.phase, "penalty_weight": self._penalty_weight.clone()}
+        """Return the phase and what PPO and the adaptation need to continue."""
+        student = {} if self.imitate is None else self.imitate.optimizer.state_dict()
+        adaptation = {"adapt": self.adapt.optimizer.state_dict(), "student": student}
+        return {**super().state_dict(), **adaptation, "phase": self.phase}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``, in its phase."""
@@ -342,10 +293,68 @@ class PPOROA(PPO):
             self.begin_phase(state["phase"])
             self.policy.load_state_dict(weights)
         super().load_state_dict(state)
-        self.adapt_optimizer.load_state_dict(state["adapt"])
-        if self.student_optimizer is not None:
-            self.student_optimizer.load_state_dict(state["student"])
-        self._penalty_weight.copy_(state["penalty_weight"])
+        self.adapt.optimizer.load_state_dict(state["adapt"])
+        if self.imitate is not None:
+            self.imitate.optimizer.load_state_dict(state["student"])
+
+
+class AdaptationLoss(Loss):
+    """What the adaptation module infers against the encoder's feature: Σ w mean((ẑ − z)²) / Σ w.
+
+    Args:
+        policy: has both.
+        cfg: says which windows count (w = 1): those with enough frames.
+        acceleration: precision of the networks.
+    """
+
+    name = "adapt_loss"
+
+    def __init__(self, policy: ROAPolicy, cfg: PPOROAConfig, acceleration: Acceleration) -> None:
+        super().__init__(acceleration)
+        self.policy, self.min_frames = policy, cfg.min_frames
+
+    def forward(self, groups: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Return the loss, and what ``StudentLoss`` takes."""
+        policy, window = self.policy, groups[OBS_KEY]
+        obs = policy.normalized(TensorDict(dict(groups), batch_size=[len(window)]))
+        weight = has_history(window, policy.history, self.min_frames)
+        with torch.no_grad():
+            feature = policy.encoder_priv(obs)
+        inferred = policy.adapt_module(obs)
+        error = (inferred - feature).square().mean(-1, keepdim=True)
+        loss = (weight * error).sum() / weight.sum().clamp(min=1.0)
+        seen = {OBSERVATION: obs, "feature": feature, "inferred": inferred.detach()}
+        return loss, loss.detach().view(1), seen
+
+
+class StudentLoss(Loss):
+    """The student, given the inferred feature, against the teacher, given the true one.
+
+    L = mean((a − a*)²), and + mean((log σ − log σ*)²) where σ depends on the state.
+    """
+
+    name = "imitation_loss"
+
+    def __init__(self, policy: ROAPolicy, acceleration: Acceleration) -> None:
+        super().__init__(acceleration)
+        self.policy = policy
+
+    def forward(self, seen: Mapping[str, Any]) -> tuple[Tensor, Tensor, tuple[()]]:
+        """Return the loss of what ``AdaptationLoss`` returned."""
+        policy, obs = self.policy, seen[OBSERVATION]
+        with torch.no_grad():
+            wanted = policy.actor(obs, seen["feature"])
+        given = policy.actor_adapt(obs, seen["inferred"])
+        loss = (given.mode - wanted.mode).square().mean()
+        if policy.actor.action_head.log_std is None:
+            loss = loss + (_log_std(given) - _log_std(wanted)).square().mean()
+        return loss, loss.detach().view(1), ()
+
+
+def has_history(window: Tensor, history: int, min_frames: int) -> Tensor:
+    """Return 1 where a window ``[B, F]`` holds enough frames, else 0; frames before the episode are zeros."""
+    frames = window.reshape(len(window), history, -1)
+    return ((frames != 0).any(-1).sum(-1, keepdim=True) >= min(min_frames, history)).to(window.dtype)
 
 
 def _log_std(distribution: Any) -> Tensor:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import Tensor
 
-from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, AlgorithmConfig, BaseAlgorithm, UpdateStats, checker
-from apexrl.algorithms.bc import BCConfig, imitation_error
+from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, AlgorithmConfig, BaseAlgorithm, checker
+from apexrl.algorithms.bc import BCConfig
 from apexrl.algorithms.collapse import CollapseGuard
+from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate
 from apexrl.algorithms.minibatches import bounds
 from apexrl.algorithms.optimizer import FlatAdam
+from apexrl.algorithms.terms import Imitation, Term
 from apexrl.core.errors import ConfigError
 from apexrl.core.functional import approx_kl, probability_ratio
 from apexrl.core.functional.episodes import stack_episodes
@@ -172,29 +175,64 @@ class RLOOConfig(AlgorithmConfig):
         )
 
 
-RLOO_METRICS = (
-    "loss", "policy_loss", "entropy_loss", "approx_kl", "clip_frac", "start_kl", "imitation_loss", "grad_norm"
-)  # fmt: skip
+RLOO_METRICS = ("loss", "policy_loss", "entropy_loss", "approx_kl", "clip_frac", "start_kl")
+"""What is logged of the loss, before what terms add; the norm of the gradient comes last."""
 
 
-class _Evaluator(nn.Module):
-    """Log-probability and entropy of stored chunks as a module of its own, in the precision of the acceleration."""
+def evaluate_chunks(policy: Policy, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return log-probability and entropy of stored chunks, as far as they were executed, both ``[B, 1]``."""
+    if policy.extra_keys or VALID_STEPS in batch or PRE_TANH in batch:
+        log_prob, entropy, _ = policy.evaluate(batch)
+    else:  # without the critic, which has no part in this
+        log_prob, entropy = policy.evaluate_actions(batch[OBSERVATION], batch[ACTION])
+    return log_prob.float(), entropy.float()
 
-    def __init__(self, policy: Policy, acceleration: Acceleration) -> None:
-        super().__init__()
-        self.policy = policy
-        self.has_extra_keys = bool(policy.extra_keys)
-        self.in_bf16 = acceleration.precision == "bf16"
 
-    def forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Evaluate what the actor stored, as far as it was executed; both ``[B, 1]`` in float32."""
-        with torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.in_bf16):
-            if self.has_extra_keys or VALID_STEPS in batch or PRE_TANH in batch:
-                log_prob, entropy, _ = self.policy.evaluate(batch)
-            else:
-                # Without the critic, which has no part in this.
-                log_prob, entropy = self.policy.evaluate_actions(batch[OBSERVATION], batch[ACTION])
-        return (log_prob.float(), entropy.float()) if self.in_bf16 else (log_prob, entropy)
+class RLOOLoss(Loss):
+    """L = L_clip(ρ A) − c_H H + c_KL KL(π ‖ π_start) + Σ terms, of stored chunks."""
+
+    def __init__(self, policy: Policy, cfg: RLOOConfig, acceleration: Acceleration, terms: Sequence[Term] = ()) -> None:
+        super().__init__(acceleration, terms)
+        self.policy, self.cfg = policy, cfg
+        self.clip_high = cfg.clip if cfg.clip_high is None else cfg.clip_high
+        # The number of chunks changes from batch to batch.
+        self._run = torch.compile(evaluate_chunks, dynamic=True) if acceleration.compile else evaluate_chunks
+
+    def evaluate(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy in the precision of the acceleration."""
+        with self.acceleration.autocast(self.policy.device):
+            return self._run(self.policy, batch)
+
+    def forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, tuple[()]]:
+        """Return the loss, and what is logged of it in the order of ``RLOO_METRICS``."""
+        cfg = self.cfg
+        log_prob, entropy = evaluation = self.evaluate(batch)
+        log_ratio = log_prob - batch[SAMPLE_LOG_PROB]
+        policy_loss = surrogate(log_ratio, batch[ADVANTAGE], cfg.clip, self.clip_high).mean()
+        entropy_loss = -entropy.mean()
+        start_kl = torch.zeros_like(policy_loss)
+        if REFERENCE_LOG_PROB in batch:
+            start_kl = reverse_kl(log_prob, batch[REFERENCE_LOG_PROB], batch[SAMPLE_LOG_PROB]).mean()
+        loss = policy_loss + cfg.entropy_coef * entropy_loss + cfg.kl_coef * start_kl
+        with torch.no_grad():
+            ratio = probability_ratio(log_ratio)
+            clip_frac = ((ratio < 1.0 - cfg.clip) | (ratio > 1.0 + self.clip_high)).float().mean()
+        numbers = policy_loss, entropy_loss, approx_kl(log_ratio), clip_frac, start_kl
+        return self.result(loss, numbers, batch, evaluation)
+
+
+class WeightedFlowLoss(Loss):
+    """Flow matching that is conditioned on the sign of the advantage, and weighted by its size."""
+
+    def __init__(self, policy: VLAPolicy, acceleration: Acceleration, terms: Sequence[Term] = ()) -> None:
+        super().__init__(acceleration, terms)
+        self.policy, self.flow = policy, PI0_CFG_Adapter(policy)
+
+    def forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, tuple[()]]:
+        """Return the loss, and what is logged of it in the order of ``RLOO_METRICS``."""
+        with self.acceleration.autocast(self.policy.device):
+            loss = self.flow.compute_weighted_loss(batch, batch[ADVANTAGE]).float()
+        return self.result(loss, (loss, *torch.zeros(4, device=loss.device)), batch, None)
 
 
 class RLOO(BaseAlgorithm):
@@ -233,14 +271,15 @@ class RLOO(BaseAlgorithm):
         trained = [(name, p) for name, p in policy.named_parameters() if not name.startswith("critic.")]
         self.optimizer = FlatAdam(trained, cfg.learning_rate, cfg.adam_eps, cfg.max_grad_norm)
         self.guard = None if cfg.collapse_ratio is None else CollapseGuard(cfg.collapse_ratio, self.optimizer)
-        self._evaluate: Any = _Evaluator(policy, self.acceleration)
-        if self.acceleration.compile:
-            # The number of chunks changes from batch to batch.
-            self._evaluate = torch.compile(self._evaluate, dynamic=True)
         self.extra_keys = policy.extra_keys
         """What the policy returned when it acted and needs back to evaluate that; the batch must hold it."""
-        self._demonstrations: TensorDict | None = None
-        self._flow: PI0_CFG_Adapter | None = None
+        self.imitation = (
+            Imitation(policy, cfg.imitation_coef, cfg.imitation_batch_size, self.acceleration)
+            if cfg.imitation_coef
+            else None
+        )
+        terms = () if self.imitation is None else (self.imitation,)
+        self.loss: RLOOLoss | WeightedFlowLoss
         if cfg.loss == "weighted_flow":
             if not isinstance(policy, VLAPolicy) or policy.flow is None:
                 raise ConfigError("algo.loss weighted_flow needs policy.kind vla with policy.head flow.")
@@ -249,12 +288,21 @@ class RLOO(BaseAlgorithm):
                     "algo.loss weighted_flow imitates sampled chunks, which policy.noise last_step makes wider than "
                     "the flow, and wider again in every iteration; set policy.noise to every_step."
                 )
-            self._flow = PI0_CFG_Adapter(policy)
-        self._progress = UpdateStats(RLOO_METRICS, policy.device)
+            self.loss = WeightedFlowLoss(policy, self.acceleration, terms)
+        else:
+            self.loss = RLOOLoss(policy, cfg, self.acceleration, terms)
+        self.stats = UpdateStats((*RLOO_METRICS, *(term.name for term in terms), "grad_norm"), policy.device)
+        self.step = GradientStep(
+            self.loss,
+            self.optimizer,
+            self.stats,
+            target_kl=cfg.target_kl,
+            micro_batch_size=cfg.micro_batch_size or sys.maxsize,
+        )
         self._rate = cfg.learning_rate
         """Where the schedule stands; warm-up multiplies it."""
         self._num_steps = torch.zeros((), device=policy.device)
-        """Optimizer steps taken since Adam's moments were zero."""
+        """Optimizer steps taken before this update, since Adam's moments were zero."""
 
     def begin_trained(self, init_std: float) -> None:
         """Explore as asked, where the training before has left exploration as it was."""
@@ -263,8 +311,9 @@ class RLOO(BaseAlgorithm):
 
     def remember(self, demonstrations: TensorDict, *, is_new: bool = True) -> None:
         """Hold on to demonstrations ``[M]``, as ``load_demos`` returns them, by ``imitation_coef``."""
-        samples: TensorDict = demonstrations.select(OBSERVATION, ACTION, VALID_STEPS, strict=False)
-        self._demonstrations = samples.to(self.policy.device)
+        if self.imitation is not None:
+            samples: TensorDict = demonstrations.select(OBSERVATION, ACTION, VALID_STEPS, strict=False)
+            self.imitation.demonstrations = samples.to(self.policy.device)
 
     def initial_tensors(self) -> list[Tensor]:
         """Return the policy, and the copy of it that training must not leave far behind."""
@@ -282,12 +331,11 @@ class RLOO(BaseAlgorithm):
                 "Trainer(..., collector=...) takes either."
             )
         self.check_batch(rollout)
-        if self.cfg.imitation_coef and self._demonstrations is None:
+        if self.imitation is not None and self.imitation.demonstrations is None:
             raise ConfigError("algo.imitation_coef needs demonstrations: set task.demos, or call remember.")
         if missing := set(self.extra_keys) - set(rollout.keys()):
             raise KeyError(f"RLOO.update needs {sorted(missing)}, which the policy returned; collect with keep=None.")
-        progress = self._progress
-        progress.restart()
+        self.stats.reset()
         returns, advantage = self._episodes(rollout)
         counts = advantage != 0
         success, mixed = distributed.all_reduce_mean(
@@ -304,14 +352,12 @@ class RLOO(BaseAlgorithm):
             self._learn(self._samples(rollout, advantage))
         here = self.policy.device
         return {
-            **progress.means(),
+            **self.stats.report(),
             "success": success.to(here),
             "mixed": mixed.to(here),
             "collapsed": torch.tensor(float(collapsed), device=here),
             "learning_rate": self.optimizer.learning_rate.clone(),
-            "updates": progress.sums[-1].clone(),
-            "skipped": progress.stop.clone(),
-            "nonfinite": progress.nonfinite.clone(),
+            "skipped": self.stats.stop.clone(),
         }
 
     @torch.no_grad()
@@ -354,14 +400,14 @@ class RLOO(BaseAlgorithm):
         if knows_steps and isinstance(self.policy, VLAPolicy):
             # A chunk that reached the goal was cut there: what would have come after was never executed.
             samples[VALID_STEPS] = batch[INFO][CONTROL_STEPS][rows]
-        if self._flow is None:
-            self._anchor(samples, is_stale=POLICY_VERSION in batch.keys())  # noqa: SIM118
+        if isinstance(self.loss, RLOOLoss):
+            self._anchor(self.loss, samples, is_stale=POLICY_VERSION in batch.keys())  # noqa: SIM118
         if self.reference is not None:
-            evaluate = _Evaluator(self.reference, self.acceleration)
-            samples[REFERENCE_LOG_PROB] = self._log_probs(evaluate, samples)
+            reference = RLOOLoss(self.reference, self.cfg, replace(self.acceleration, compile=False))
+            samples[REFERENCE_LOG_PROB] = self._log_probs(reference, samples)
         return samples
 
-    def _anchor(self, samples: TensorDict, *, is_stale: bool) -> None:
+    def _anchor(self, loss: RLOOLoss, samples: TensorDict, *, is_stale: bool) -> None:
         """Compute log-probabilities again where they are not what the actor stored: the ratio must begin at 1.
 
         A sample that older weights collected counts as often as the policy now takes its chunk more often than those
@@ -370,18 +416,18 @@ class RLOO(BaseAlgorithm):
         """
         stored = samples[SAMPLE_LOG_PROB]
         if is_stale or self.acceleration.precision == "bf16":  # acting was more exact, and a chunk sums many roundings
-            samples[SAMPLE_LOG_PROB] = self._log_probs(self._evaluate, samples.exclude(VALID_STEPS))
+            samples[SAMPLE_LOG_PROB] = self._log_probs(loss, samples.exclude(VALID_STEPS))
         if is_stale:
             samples[ADVANTAGE] *= (samples[SAMPLE_LOG_PROB] - stored).exp().clamp(max=MAX_BEHAVIOUR_WEIGHT)
         if VALID_STEPS in samples:
             assert isinstance(self.policy, VLAPolicy)
             rows = (samples[VALID_STEPS] < self.policy.chunk).squeeze(-1).nonzero().squeeze(-1)
             if len(rows):
-                samples[SAMPLE_LOG_PROB][rows] = self._log_probs(self._evaluate, samples[rows])
+                samples[SAMPLE_LOG_PROB][rows] = self._log_probs(loss, samples[rows])
 
-    def _log_probs(self, evaluate: Any, samples: TensorDict) -> Tensor:
+    def _log_probs(self, loss: RLOOLoss, samples: TensorDict) -> Tensor:
         size, here = self.cfg.micro_batch_size or ROWS_WITHOUT_GRADIENT, self.policy.device
-        parts = [evaluate(dict(part.to(here).items()))[0] for part in samples.split(size)]
+        parts = [loss.evaluate(dict(part.to(here).items()))[0] for part in samples.split(size)]
         return torch.cat(parts).to(samples[ADVANTAGE].device)
 
     def _learn(self, samples: TensorDict) -> None:
@@ -393,82 +439,19 @@ class RLOO(BaseAlgorithm):
         for _ in range(cfg.num_epochs):
             order = torch.randperm(count, device=samples[ADVANTAGE].device)
             for start, end in bounds(count, num_parts):
-                self._step(samples, order[start:end])
+                num_steps = self._num_steps + self.stats.num_taken
+                warm = ((num_steps + 1.0) / max(1, cfg.warmup_steps)).clamp(max=1.0)
+                self.optimizer.learning_rate.copy_(self._rate * warm)
+                minibatch = dict(samples[order[start:end]].items())
+                # This process may have fewer samples than others have minibatches.
+                self.step(minibatch if end > start else None, weight=end - start)
         self.policy.eval()
-
-    def _step(self, samples: TensorDict, rows: Tensor) -> None:
-        """Take one optimizer step, unless the update was stopped before or this step is not finite."""
-        progress = self._progress
-        warm = ((self._num_steps + 1.0) / max(1, self.cfg.warmup_steps)).clamp(max=1.0)
-        self.optimizer.learning_rate.copy_(self._rate * warm)
-        metrics, gradient = distributed.all_reduce_mean(*self._gradient(samples, rows), weight=len(rows))
-        with torch.no_grad():
-            norm = gradient.norm()
-            if self.cfg.target_kl is not None:
-                kl = metrics[RLOO_METRICS.index("approx_kl")]
-                progress.stop.copy_(torch.max(progress.stop, kl > 1.5 * self.cfg.target_kl))
-            progress.nonfinite.copy_(torch.max(progress.nonfinite, ~(metrics[0] + norm).isfinite()))
-            skip = torch.max(progress.stop, progress.nonfinite)
-            self.optimizer.step(gradient, norm, skip)
-            self._num_steps += 1.0 - skip
-            progress.add(torch.cat((metrics, norm.view(1))), taken=skip == 0)
-
-    def _gradient(self, samples: TensorDict, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return metrics and flat gradient of the mean loss over some rows, a micro-batch at a time."""
-        metrics, gradient = [], torch.zeros_like(self.optimizer.flat)
-        if not len(rows):  # this process has fewer samples than others have minibatches
-            return torch.zeros(len(RLOO_METRICS) - 1, device=gradient.device), gradient
-        imitation = torch.zeros(1, device=gradient.device)
-        if self.cfg.imitation_coef:
-            loss = self._imitation_loss()
-            gradient += self.optimizer.gradient_of(self.cfg.imitation_coef * loss)
-            imitation += loss.detach()
-        for part in rows.split(self.cfg.micro_batch_size or len(rows)):
-            share = len(part) / len(rows)
-            loss, found = self._loss(dict(samples[part].to(self.policy.device).items()))
-            gradient += self.optimizer.gradient_of(share * loss)
-            metrics.append(share * found)
-        return torch.cat((torch.stack(metrics).sum(0), imitation)), gradient
-
-    def _imitation_loss(self) -> Tensor:
-        """Return the mean squared error of some demonstrated chunks."""
-        assert self._demonstrations is not None
-        here, count = self.policy.device, self._demonstrations.shape[0]
-        batch = self._demonstrations[torch.randint(count, (self.cfg.imitation_batch_size,), device=here)]
-        with torch.autocast(here.type, torch.bfloat16, enabled=self.acceleration.precision == "bf16"):
-            return imitation_error(self.policy, dict(batch.items()))
-
-    def _loss(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the mean loss of a micro-batch, and what is logged of it in the order of ``RLOO_METRICS``."""
-        cfg = self.cfg
-        if self._flow is not None:
-            loss = self._flow_loss(self._flow, batch)
-            nothing = torch.zeros_like(loss.detach())
-            return loss, torch.stack((loss.detach(), loss.detach(), nothing, nothing, nothing, nothing))
-        log_prob, entropy = self._evaluate(batch)
-        log_ratio = log_prob - batch[SAMPLE_LOG_PROB]
-        clip_high = cfg.clip if cfg.clip_high is None else cfg.clip_high
-        policy_term = surrogate(log_ratio, batch[ADVANTAGE], cfg.clip, clip_high).mean()
-        entropy_term = -entropy.mean()
-        start_kl = torch.zeros_like(policy_term)
-        if self.reference is not None:
-            start_kl = reverse_kl(log_prob, batch[REFERENCE_LOG_PROB], batch[SAMPLE_LOG_PROB]).mean()
-        loss = policy_term + cfg.entropy_coef * entropy_term + cfg.kl_coef * start_kl
-        with torch.no_grad():
-            ratio = probability_ratio(log_ratio)
-            clip_frac = ((ratio < 1.0 - cfg.clip) | (ratio > 1.0 + clip_high)).float().mean()
-            metrics = torch.stack((loss, policy_term, entropy_term, approx_kl(log_ratio), clip_frac, start_kl))
-        return loss, metrics
-
-    def _flow_loss(self, flow: PI0_CFG_Adapter, batch: Mapping[str, Any]) -> Tensor:
-        with torch.autocast(self.policy.device.type, torch.bfloat16, enabled=self.acceleration.precision == "bf16"):
-            loss = flow.compute_weighted_loss(batch, batch[ADVANTAGE])
-        return loss.float()
+        self._num_steps += self.stats.num_taken
 
     def adjust_learning_rate(self, progress: float) -> None:
         """Follow the linear schedule."""
         if self.cfg.schedule == "linear":
-            self._rate = self.cfg.learning_rate * max(0.0, 1.0 - progress)
+            self._rate = linear_rate(self.cfg.learning_rate, progress)
 
     def state_dict(self) -> dict[str, Any]:
         """Return optimizer, schedule, starting policy and what the guard against collapse remembers."""

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm, UpdateStats, check_source, checker, find_device
+from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm, check_source, checker, find_device
+from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate
 from apexrl.algorithms.optimizer import FlatAdam, flatten
 from apexrl.algorithms.replay import ReplayBuffer
 from apexrl.core.errors import ConfigError
-from apexrl.core.functional import soft_target, temperature_gradient
+from apexrl.core.functional import soft_target
 from apexrl.core.observations import leaves
 from apexrl.core.system import distributed
-from apexrl.core.system.acceleration import Acceleration, Captured, Compiled
-from apexrl.core.types import ACTION, NEXT_OBSERVATION, OBSERVATION, REWARD
+from apexrl.core.system.acceleration import Acceleration
+from apexrl.core.types import ACTION, NEXT_OBSERVATION, OBSERVATION, REWARD, SAMPLE_LOG_PROB
 from apexrl.envs import as_vec_env
 from apexrl.policies import Policy, SACPolicy
 from apexrl.policies.networks import MLPActor, QEnsemble
@@ -187,33 +189,50 @@ class SAC(BaseAlgorithm):
         self.acceleration = acceleration or Acceleration()
         here = policy.device
         self.log_temperature = nn.Parameter(torch.full((1,), math.log(cfg.temperature), device=here))
-        clip = cfg.max_grad_norm or math.inf
-        self.optimizers = {
-            name: FlatAdam(parameters, cfg.learning_rate, cfg.adam_eps, clip)
-            for name, parameters in (
-                ("actor", policy.actor.named_parameters()),
-                ("critics", policy.critics.named_parameters()),
-                ("temperature", [("log_temperature", self.log_temperature)]),
-            )
-        }
         self.target_flat = flatten(policy.target_critics.parameters())
-        self.replay = self._empty_replay()
-        self._final_importance = 1.0
-        """Importance exponent at the end of training."""
         self.target_entropy = -float(policy.scale.numel()) if cfg.target_entropy is None else cfg.target_entropy
-        self._learns_where_it_draws = self.replay.device == here
-        graphs = self.acceleration.graphs and here.type == "cuda" and self._learns_where_it_draws
-        self._captured = {
-            with_actor: Captured("The update", lambda wanted=with_actor: self._draw_and_step(wanted), enabled=graphs)
-            for with_actor in (True, False)
+        self.stats = UpdateStats(CRITIC_METRICS, here)
+        self.critic_step = self._gradient_step(
+            CriticLoss(policy, self.acceleration), policy.critics.named_parameters(), self.stats
+        )
+        self.actor_step = self._gradient_step(
+            ActorLoss(policy, cfg.actor_value, self.acceleration),
+            policy.actor.named_parameters(),
+            UpdateStats(ACTOR_METRICS, here, self.stats.nonfinite),
+        )
+        self.temperature_step = self._gradient_step(
+            TemperatureLoss(self.log_temperature, self.target_entropy, self.acceleration),
+            [("log_temperature", self.log_temperature)],
+            UpdateStats(("", ""), here, self.stats.nonfinite),
+        )
+        self.optimizers = {
+            "actor": self.actor_step.optimizer,
+            "critics": self.critic_step.optimizer,
+            "temperature": self.temperature_step.optimizer,
         }
-        self._run_step = Compiled(self._step, enabled=self.acceleration.compile, device=here)
-        self._progress = UpdateStats(CRITIC_METRICS, here)
-        self._actor_progress = UpdateStats(ACTOR_METRICS, here)
+        self.replay = self._empty_replay()
+        self._draw_and_step = self._wrapped()
         self._due = 0.0
         """Gradient steps that the environment steps so far have earned and that were not taken yet."""
         self._num_updates = 0
         policy.acts_uniformly.fill_(cfg.uniform_start and cfg.learning_starts > 0)
+
+    def _gradient_step(
+        self, loss: Loss, parameters: Iterable[tuple[str, nn.Parameter]], stats: UpdateStats
+    ) -> GradientStep:
+        cfg = self.cfg
+        optimizer = FlatAdam(parameters, cfg.learning_rate, cfg.adam_eps, cfg.max_grad_norm or math.inf)
+        return GradientStep(loss, optimizer, stats, functional=self.acceleration.compile)
+
+    def _wrapped(self) -> dict[bool, Callable[[], None]]:
+        """Return the step without and with the actor, to be called; they work on the memory of the replay buffer."""
+        here, is_eager = self.policy.device, self.replay.device != self.policy.device
+        wrapped: dict[bool, Callable[[], None]] = {}
+        for with_actor in (False, True):
+            step = self.acceleration.wrap(partial(self._eager_step, with_actor), here)
+            draw = partial(self._eager_draw_and_step, step)
+            wrapped[with_actor] = draw if is_eager else self.acceleration.wrap(draw, here, graph="The update")
+        return wrapped
 
     def begin_trained(self, init_std: float) -> None:
         """Act with the policy from the first step on: it explores better than chance."""
@@ -248,12 +267,11 @@ class SAC(BaseAlgorithm):
         """Put one rollout ``[T, N]`` into the replay buffer and take the gradient steps that it has earned."""
         self.check_batch(rollout)
         self.replay.add(rollout)
-        num_updates = self._num_updates
-        progress, actor_progress = self._progress, self._actor_progress
-        progress.restart()
-        actor_progress.restart()
+        num_updates, stats = self._num_updates, self.stats
+        for step in (self.critic_step, self.actor_step, self.temperature_step):
+            step.stats.reset()
         # Noticed now, not when it happens to be drawn: the report can still name what is not finite.
-        progress.nonfinite.copy_(distributed.any_rank(_is_nonfinite(rollout)))
+        stats.nonfinite.copy_(distributed.any_rank(_is_nonfinite(rollout)))
         if len(self.replay) >= max(self.cfg.learning_starts, 1):
             self.policy.acts_uniformly.fill_(False)
             self._due += self.cfg.utd_ratio * rollout.numel() * distributed.world_size()
@@ -261,18 +279,16 @@ class SAC(BaseAlgorithm):
             while self._due >= 1.0:
                 self._due -= 1.0
                 self._num_updates += 1
-                self._captured[self._num_updates % self.cfg.actor_interval == 0]()
+                self._draw_and_step[self._num_updates % self.cfg.actor_interval == 0]()
             self.policy.eval()
-        self.policy.update_normalizer(rollout[OBSERVATION], apply=progress.nonfinite == 0)
+        self.policy.update_normalizer(rollout[OBSERVATION], apply=stats.nonfinite == 0)
         # NaN stands for what no gradient step of this update says; the trainer leaves it out.
-        metrics = {**progress.means(), **actor_progress.means()}
+        metrics = {**stats.report(), **self.actor_step.stats.means()}
         loss = metrics["critic_loss"] + metrics["actor_loss"].nan_to_num(0.0)
         return {
             "loss": loss if self._num_updates > num_updates else self._critic_loss_now(),
             **metrics,
             "learning_rate": self.optimizers["actor"].learning_rate.clone(),
-            "updates": progress.sums[-1].clone(),
-            "nonfinite": progress.nonfinite.clone(),
         }
 
     @torch.no_grad()
@@ -280,104 +296,56 @@ class SAC(BaseAlgorithm):
         """Return the loss of the critics on a batch, for an update without a gradient step; uses no random numbers."""
         with evaluation_mode(self.policy, seed=0):
             batch = self.replay.sample(self.cfg.batch_size, n_step=self.cfg.n_step, gamma=self.cfg.gamma)
-            batch = {name: value.to(self.policy.device) for name, value in batch.items()}
-            target = self._target(batch, self.log_temperature.exp())
-            obs = self.policy.normalized(batch[OBSERVATION])
-            loss, _ = self._critic_loss(dict(self.policy.critics.named_parameters()), obs, batch, target)
+            loss: Tensor = self.critic_step.loss(self._with_target(batch, self.log_temperature.exp()))[0]
         return loss
 
-    def _draw_and_step(self, with_actor: bool) -> None:
+    def _eager_draw_and_step(self, step: Callable[[Mapping[str, Any]], Tensor]) -> None:
         batch = self.replay.sample(self.cfg.batch_size, n_step=self.cfg.n_step, gamma=self.cfg.gamma)
         index = batch.pop("index")
-        if not self._learns_where_it_draws:
+        if self.replay.device != self.policy.device:
             batch = {name: value.to(self.policy.device, non_blocking=True) for name, value in batch.items()}
-        td_error = self._run_step(batch, with_actor, key=with_actor)
+        td_error = step(batch)
         if self.cfg.priority_exponent > 0:
             here = self.replay.device
             self.replay.set_priorities(index, td_error.to(here), batch["weight"].to(here))
 
-    def _step(self, batch: Mapping[str, Any], with_actor: bool) -> Tensor:
+    def _eager_step(self, with_actor: bool, batch: Mapping[str, Any]) -> Tensor:
         """Take one gradient step; returns the size of the critics' errors ``[B, 1]``."""
         temperature = self.log_temperature.detach().exp()
-        obs = self.policy.normalized(batch[OBSERVATION])
-        target = self._target(batch, temperature)
-        loss, (value, td_error), gradient = self._gradient(
-            "critics", lambda parameters: self._critic_loss(parameters, obs, batch, target)
-        )
-        loss, norm = self._progress.apply(self.optimizers["critics"], loss, gradient)
-        progress = self._progress
-        with torch.no_grad():
-            progress.add(torch.stack((loss, value, norm)), taken=progress.nonfinite == 0)
+        batch = self._with_target(batch, temperature)
+        td_error: Tensor = self.critic_step(batch)
         if with_actor:
-            self._actor_step(obs, temperature)
-        with torch.no_grad():
-            follow = self.cfg.tau * (1.0 - progress.nonfinite)
-            self.target_flat.lerp_(self.optimizers["critics"].flat, follow)
-        error: Tensor = td_error
-        return error
-
-    def _actor_step(self, obs: Any, temperature: Tensor) -> None:
-        """Step actor and temperature."""
-        loss, log_prob, gradient = self._gradient(
-            "actor", lambda parameters: self._actor_loss(parameters, obs, temperature)
-        )
-        loss, norm = self._progress.apply(self.optimizers["actor"], loss, gradient)
-        nonfinite = self._progress.nonfinite
-        with torch.no_grad():
+            log_prob = self.actor_step({OBSERVATION: batch[OBSERVATION], "temperature": temperature})
             if self.cfg.learn_temperature:
-                (gradient,) = distributed.all_reduce_mean(temperature_gradient(log_prob, self.target_entropy))
-                self.optimizers["temperature"].step(gradient, gradient.norm(), nonfinite)
-            metrics = torch.stack((loss, temperature.squeeze(0), -log_prob.mean(), norm))
-            self._actor_progress.add(metrics, taken=nonfinite == 0)
+                self.temperature_step({SAMPLE_LOG_PROB: log_prob})
+        with torch.no_grad():
+            follow = self.cfg.tau * (1.0 - self.stats.nonfinite)
+            self.target_flat.lerp_(self.optimizers["critics"].flat, follow)
+        return td_error
 
     @torch.no_grad()
-    def _target(self, batch: Mapping[str, Any], temperature: Tensor) -> Tensor:
+    def _with_target(self, batch: Mapping[str, Any], temperature: Tensor) -> dict[str, Any]:
+        """Return a batch, on the policy's device, with normalised observations and the target of the critics."""
         policy, cfg = self.policy, self.cfg
+        batch = {name: value.to(policy.device) for name, value in batch.items()}
         next_obs = policy.normalized(batch[NEXT_OBSERVATION])
-        with self._autocast():
+        with self.acceleration.autocast(policy.device):
             action, log_prob = policy.draw_unit_action(policy.actor(next_obs))
             values = policy.target_critics(next_obs, action)
         if cfg.target_subset < cfg.num_critics:
             drawn = torch.rand(cfg.num_critics, device=values.device).argsort()[: cfg.target_subset]
             values = values.index_select(0, drawn)
-        return soft_target(
-            batch[REWARD] * cfg.reward_scale, batch["discount"], values.amin(0), log_prob, temperature
-        ).float()
-
-    def _critic_loss(
-        self, parameters: Mapping[str, Tensor], obs: Any, batch: Mapping[str, Any], target: Tensor
-    ) -> tuple[Tensor, Any]:
-        action = self.policy.unit_action(batch[ACTION])
-        with self._autocast():
-            values = torch.func.functional_call(self.policy.critics, dict(parameters), (obs, action))
-        error = values.float() - target
-        loss = 0.5 * (batch["weight"] * error.square()).mean((1, 2)).sum()
-        return loss, (values.detach().float().mean(), error.detach().abs().mean(0))
-
-    def _actor_loss(self, parameters: Mapping[str, Tensor], obs: Any, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        policy = self.policy
-        with self._autocast():
-            distribution = torch.func.functional_call(policy.actor, dict(parameters), (obs,))
-            action, log_prob = policy.draw_unit_action(distribution)
-            values = policy.critics(obs, action)
-        value = values.amin(0) if self.cfg.actor_value == "min" else values.mean(0)
-        log_prob = log_prob.float()
-        return (temperature * log_prob - value.float()).mean(), log_prob.detach()
-
-    def _gradient(self, name: str, loss_at: Any) -> tuple[Tensor, Any, Tensor]:
-        return self.optimizers[name].gradient_at(loss_at, functional=self.acceleration.compile)
-
-    def _autocast(self) -> torch.autocast:
-        device = self.policy.device.type
-        return torch.autocast(device, dtype=torch.bfloat16, enabled=self.acceleration.precision == "bf16")
+        reward = batch[REWARD] * cfg.reward_scale
+        target = soft_target(reward, batch["discount"], values.amin(0), log_prob, temperature).float()
+        return {**batch, OBSERVATION: policy.normalized(batch[OBSERVATION]), "target": target}
 
     def adjust_learning_rate(self, progress: float) -> None:
         """Follow the linear schedule, and that of the importance exponent: β = β₀ + progress (1 − β₀)."""
         start = self.cfg.importance_exponent
-        self.replay.importance_exponent.fill_(start + min(1.0, progress) * (self._final_importance - start))
+        self.replay.importance_exponent.fill_(start + min(1.0, progress) * (1.0 - start))
         if self.cfg.schedule == "linear":
             for optimizer in self.optimizers.values():
-                optimizer.learning_rate.fill_(self.cfg.learning_rate * max(0.0, 1.0 - progress))
+                optimizer.learning_rate.fill_(linear_rate(self.cfg.learning_rate, progress))
 
     def state_dict(self) -> dict[str, Any]:
         """Return optimizers, temperature, counters, and the replay buffer when it is to be saved."""
@@ -387,7 +355,6 @@ class SAC(BaseAlgorithm):
             "due": self._due,
             "num_updates": self._num_updates,
             "importance_exponent": self.replay.importance_exponent.clone(),
-            "final_importance": self._final_importance,
             "replay": self.replay.state_dict() if self.cfg.save_replay else {},
             "config": asdict(self.cfg),
         }
@@ -403,12 +370,10 @@ class SAC(BaseAlgorithm):
         with torch.no_grad():
             self.log_temperature.copy_(state["log_temperature"])
         self._due, self._num_updates = state["due"], state["num_updates"]
-        self._final_importance = state["final_importance"]
         if state["replay"]:
             if not state["replay"]["num_rows"] and len(self.replay):
                 self.replay = self._empty_replay()
-                for captured in self._captured.values():
-                    captured.forget()
+                self._draw_and_step = self._wrapped()
             self.replay.load_state_dict(state["replay"])
         elif self._num_updates and not len(self.replay) and distributed.is_main_process():
             why = (
@@ -422,6 +387,56 @@ class SAC(BaseAlgorithm):
                 stacklevel=2,
             )
         self.replay.importance_exponent.copy_(state["importance_exponent"])
+
+
+class CriticLoss(Loss):
+    """L = ½ Σ_i mean(w (Q_i(s, a) − y)²) over the critics i; y is ``target``."""
+
+    def __init__(self, policy: SACPolicy, acceleration: Acceleration) -> None:
+        super().__init__(acceleration)
+        self.policy = policy
+
+    def forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss, ``CRITIC_METRICS``, and the size of the errors ``[B, 1]``."""
+        action = self.policy.unit_action(batch[ACTION])
+        with self.acceleration.autocast(action.device):
+            values = self.policy.critics(batch[OBSERVATION], action)
+        error = values.float() - batch["target"]
+        loss = 0.5 * (batch["weight"] * error.square()).mean((1, 2)).sum()
+        return loss, torch.stack((loss.detach(), values.detach().float().mean())), error.detach().abs().mean(0)
+
+
+class ActorLoss(Loss):
+    """L = mean(α log π(a|s) − Q(s, a)), a drawn anew."""
+
+    def __init__(self, policy: SACPolicy, actor_value: str, acceleration: Acceleration) -> None:
+        super().__init__(acceleration)
+        self.policy, self.actor_value = policy, actor_value
+
+    def forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss, ``ACTOR_METRICS``, and the log-probabilities ``[B, 1]``."""
+        policy, obs, temperature = self.policy, batch[OBSERVATION], batch["temperature"]
+        with self.acceleration.autocast(temperature.device):
+            action, log_prob = policy.draw_unit_action(policy.actor(obs))
+            values = policy.critics(obs, action)
+        value = values.amin(0) if self.actor_value == "min" else values.mean(0)
+        log_prob = log_prob.float()
+        loss = (temperature * log_prob - value.float()).mean()
+        drawn = log_prob.detach()
+        return loss, torch.stack((loss.detach(), temperature.squeeze(0), -drawn.mean())), drawn
+
+
+class TemperatureLoss(Loss):
+    """J(log α) = −log α · mean(log π + H̄): α grows while the entropy −log π is below its target H̄."""
+
+    def __init__(self, log_temperature: nn.Parameter, target_entropy: float, acceleration: Acceleration) -> None:
+        super().__init__(acceleration)
+        self.log_temperature, self.target_entropy = log_temperature, target_entropy
+
+    def forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, tuple[()]]:
+        """Return the loss for the log-probabilities of a batch."""
+        loss = -(self.log_temperature * (batch[SAMPLE_LOG_PROB] + self.target_entropy).mean()).sum()
+        return loss, loss.detach().view(1), ()
 
 
 def _is_nonfinite(rollout: TensorDict) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from apexrl.collectors.base import BaseCollector, Collected
 from apexrl.core.metrics import EpisodeMetrics, fold_episodes
-from apexrl.core.system.acceleration import Acceleration, Captured, Compiled
+from apexrl.core.system.acceleration import Acceleration, Compiled
 from apexrl.core.types import DONE, METRIC, NEXT_OBSERVATION, NEXT_VALUE, PRE_TANH, REWARD, VALUE, Actor, Carry
 from apexrl.envs import as_vec_env
 from apexrl.envs.base import RunningEpisodes
@@ -54,7 +54,7 @@ class SyncCollector(BaseCollector):
         self.wants_value = keep is None or VALUE in keep
         self.episode_metrics = EpisodeMetrics()
         self.acceleration = acceleration or Acceleration()
-        self._captured: dict[int, Captured] = {}
+        self._captured: dict[int, Callable[[], TensorDict]] = {}
         self._running: RunningEpisodes | None = None
         """What was captured belongs to these; None before the first episodes."""
         self.env.accelerate(self.acceleration)
@@ -76,13 +76,12 @@ class SyncCollector(BaseCollector):
             self.start()
         self.policy.eval()
         if n_steps not in self._captured:
-            self._captured[n_steps] = Captured(
-                "The rollout",
-                partial(self._collect, n_steps),
-                enabled=self.acceleration.graphs and self.env.capturable and self.env.device.type == "cuda",
-                generators=self.env.generators,
-            )
-        batch: TensorDict = self._captured[n_steps]()
+            run: Callable[[], TensorDict] = partial(self._collect, n_steps)
+            if self.env.capturable:
+                env = self.env
+                run = self.acceleration.wrap(run, env.device, graph="The rollout", generators=env.generators)
+            self._captured[n_steps] = run
+        batch = self._captured[n_steps]()
         # A graph writes to the same tensors again; what a caller sets in its batch must not take their place.
         return batch.copy().to(self.device)
 
@@ -163,7 +162,7 @@ class SyncCollector(BaseCollector):
         actor = make_actor(self.policy, self.env.device)
         if not self.acceleration.compile:
             return actor
-        compiled = Compiled(actor, enabled=True, device=self.policy.device)
+        compiled = Compiled(actor, self.policy.device)
 
         def act(carry: Carry) -> dict[str, Tensor]:
             # Compiled for one layout in memory, while an environment may give slices of a larger tensor.

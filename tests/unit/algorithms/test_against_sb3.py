@@ -111,8 +111,9 @@ def test_a_ppo_update(gsde: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setattr(np.random, "permutation", lambda _: next(theirs))
         model.train()
         patched.setattr(torch, "randperm", lambda *_, **__: torch.as_tensor(next(ours)))
-        PPO(policy=policy, cfg=cfg).update(batch)
-    np.testing.assert_allclose(batch["advantage"].flatten(), buffer.advantages.flatten(), atol=1e-4)
+        algorithm = PPO(policy=policy, cfg=cfg)
+        algorithm.update(batch)
+    np.testing.assert_allclose(algorithm.batch["advantage"].flatten(), buffer.advantages.flatten(), atol=1e-4)
     assert gap(before, ppo_weights(model.policy)) > 1e-3
     assert gap(dict(policy.state_dict()), ppo_weights(model.policy)) < 1e-6
 

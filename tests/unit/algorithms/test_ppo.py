@@ -163,13 +163,13 @@ def rates_after(divergences: list[float], **options: Any) -> list[float]:
     algorithm, batch = setup(schedule="adaptive", num_epochs=1, num_minibatches=len(divergences), **options)
     rates, found = [], iter(divergences)
 
-    def gradient_at(*_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def value_and_grad(_: Any) -> tuple[Tensor, Tensor, tuple[()], Tensor]:
         rates.append(algorithm.optimizer.learning_rate.item())
-        metrics = torch.full((len(PPO_METRICS) - 1,), next(found))
-        return metrics[0], metrics, torch.zeros_like(algorithm.optimizer.flat)
+        metrics = torch.full((len(PPO_METRICS),), next(found))
+        return metrics[0], metrics, (), torch.zeros_like(algorithm.optimizer.flat)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(algorithm.optimizer, "gradient_at", gradient_at)
+        patched.setattr(algorithm.step, "value_and_grad", value_and_grad)
         algorithm.update(batch)
     return [*rates[1:], algorithm.optimizer.learning_rate.item()]
 

@@ -166,7 +166,7 @@ def test_imitation_sends_no_gradient_into_what_it_imitates_or_what_it_is_given()
         algorithm, batch = setup(phase="train")
         algorithm.train_policy(batch)
         if not imitate:
-            algorithm._student_steps = {"imitation_loss": lambda *_: torch.zeros(())}
+            algorithm.imitate = None
         torch.manual_seed(1)
         algorithm.train_adapt(batch)
         runs.append(snapshot(algorithm))
@@ -188,10 +188,10 @@ def test_adaptation_and_imitation_follow_the_gradients_of_the_written_out_losses
     # The student is given the guess from before the step, and imitates the mean.
     guess = policy.adapt_module(obs).detach()
     imitation_loss = (policy.actor_adapt(obs, guess).mode - policy.actor(obs, feature).mode.detach()).square().mean()
-    assert algorithm.student_optimizer is not None
+    assert algorithm.imitate is not None
     for name, loss, module, optimizer in (
-        ("adapt_loss", adapt_loss, policy.adapt_module, algorithm.adapt_optimizer),
-        ("imitation_loss", imitation_loss, policy.actor_adapt, algorithm.student_optimizer),
+        ("adapt_loss", adapt_loss, policy.adapt_module, algorithm.adapt.optimizer),
+        ("imitation_loss", imitation_loss, policy.actor_adapt, algorithm.imitate.optimizer),
     ):
         parameters = list(module.parameters())
         gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
@@ -240,7 +240,7 @@ def test_windows_with_too_few_frames_teach_nothing(min_frames: int, counts: list
     algorithm = make_roa(phase="train", min_frames=min_frames, max_grad_norm=1e9, **AT_ONCE)
     batch = rollout_of(windows([0, 1, 2, 10, 24]), algorithm)
     algorithm.train_policy(batch)
-    policy, optimizer = copy.deepcopy(algorithm.roa), algorithm.adapt_optimizer
+    policy, optimizer = copy.deepcopy(algorithm.roa), algorithm.adapt.optimizer
     metrics = algorithm.train_adapt(batch)
     kept = batch["observation"][0][torch.tensor(counts, dtype=torch.bool)]
     loss = (policy.adapt_module(kept) - policy.encoder_priv(kept).detach()).square().mean()
@@ -287,9 +287,9 @@ def test_the_encoder_is_drawn_towards_what_can_be_inferred() -> None:
 )
 def test_the_penalty_grows_to_its_weight_over_the_train_phase(phase: str, progress: float, weight: float) -> None:
     algorithm = make_roa(phase=phase, encoder_penalty=2.0)
-    assert float(algorithm.state_dict()["penalty_weight"]) == 0.0
+    assert float(algorithm.state_dict()["terms"]["encoder_distance"]["weight"]) == 0.0
     algorithm.adjust_learning_rate(progress)
-    assert float(algorithm.state_dict()["penalty_weight"]) == pytest.approx(weight)
+    assert float(algorithm.state_dict()["terms"]["encoder_distance"]["weight"]) == pytest.approx(weight)
 
 
 def test_policy_and_critic_are_clipped_apart() -> None:
@@ -360,8 +360,8 @@ def test_both_goes_on_to_finetune_once_with_new_optimizers_and_the_teachers_nois
     assert algorithm.phase == "finetune"
     assert torch.equal(ours, theirs)
     assert changed(algorithm, before) == {"actor_adapt"}  # by the standard deviation alone
-    assert algorithm.student_optimizer is None
-    for fresh, rate in ((algorithm.optimizer, 1e-4), (algorithm.adapt_optimizer, 1e-3)):
+    assert algorithm.imitate is None
+    for fresh, rate in ((algorithm.optimizer, 1e-4), (algorithm.adapt.optimizer, 1e-3)):
         assert float(fresh.learning_rate) == pytest.approx(rate)
         assert not fresh.state["mean"].any()
         assert fresh.state["mean_decay"] == 1.0
@@ -465,7 +465,7 @@ def test_rollouts_may_change_their_shape() -> None:
     for num_envs, num_steps in ((8, 8), (4, 16), (8, 8), (3, 5)):
         batch = make_collector(algorithm, num_envs).collect(num_steps)
         assert algorithm.train_policy(batch)["nonfinite"] == 0
-        assert batch["advantage"].shape == (num_steps, num_envs, 1)
+        assert algorithm.batch["advantage"].shape == (num_steps, num_envs, 1)
         rows.clear()
         assert algorithm.train_adapt(batch)["nonfinite"] == 0
         assert sum(rows) == num_envs * num_steps

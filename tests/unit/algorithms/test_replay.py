@@ -557,7 +557,7 @@ def test_a_state_that_does_not_fit_says_what_differs() -> None:
 def test_a_captured_sample_sees_what_is_added_later() -> None:
     lists = ListReplay(3, 40, 0.03, seed=0)
     buffer = ReplayBuffer(120, device="cuda", priority_exponent=0.5)
-    captured = Captured("sample", lambda: buffer.sample(64, n_step=3, gamma=0.5), enabled=True)
+    captured = Captured("sample", lambda: buffer.sample(64, n_step=3, gamma=0.5))
     for _ in range(40):
         buffer.add(lists.batch(9))
         sample, expected = captured(), lists.expected(3, 0.5)

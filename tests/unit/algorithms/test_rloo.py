@@ -236,7 +236,7 @@ def test_an_option_changes_what_is_learned(options: dict[str, Any]) -> None:
 def test_minibatches_are_at_most_as_large_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm, batch = setup(minibatch_size=16, num_epochs=1)
     sizes: list[int] = []
-    monkeypatch.setattr(algorithm, "_step", lambda samples, rows: sizes.append(len(rows)))
+    monkeypatch.setattr(algorithm, "step", lambda minibatch, weight: sizes.append(len(minibatch["action"])))
     algorithm.update(batch)
     assert sum(sizes) == int(batch["valid"].sum())
     assert max(sizes) <= 16
@@ -565,7 +565,7 @@ def test_imitation_holds_on_to_demonstrations() -> None:
             algorithm.remember(shown)
         metrics = [algorithm.update(batch) for _ in range(5)]
         found[coef] = likelihood(algorithm) - before
-        assert (metrics[0]["imitation_loss"] != 0) == bool(coef)
+        assert ("imitation_loss" in metrics[0]) == bool(coef)
     assert found[2.0] > 0.5 > found[0.0]
 
 

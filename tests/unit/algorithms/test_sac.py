@@ -18,8 +18,9 @@ from tests.scripted import ScriptedEnv
 from torch import Tensor
 
 from apexrl import SAC, ActorCritic, GymVecEnv, QEnsemble, SACConfig, SACPolicy, SyncCollector, VecEnv, make_env
+from apexrl.algorithms.sac import TemperatureLoss
 from apexrl.core.errors import ConfigError, DivergenceError
-from apexrl.core.functional import soft_target, temperature_gradient
+from apexrl.core.functional import soft_target
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.run.build import make_trainer
 from apexrl.run.loading import load_config
@@ -76,13 +77,13 @@ def make_constant(critics: Any, values: list[float]) -> None:
 def seen_targets(algorithm: SAC, monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], Tensor]]:
     """Return a list to which every gradient step adds its batch and target."""
     seen: list[tuple[dict[str, Any], Tensor]] = []
-    loss = algorithm._critic_loss
+    loss = algorithm.critic_step.loss.forward
 
-    def spy(parameters: Any, obs: Any, batch: Any, target: Tensor) -> Any:
-        seen.append((dict(batch), target))
-        return loss(parameters, obs, batch, target)
+    def spy(batch: Any) -> Any:
+        seen.append((dict(batch), batch["target"]))
+        return loss(batch)
 
-    monkeypatch.setattr(algorithm, "_critic_loss", spy)
+    monkeypatch.setattr(algorithm.critic_step.loss, "forward", spy)
     return seen
 
 
@@ -100,8 +101,10 @@ def test_the_soft_target() -> None:
 
 def test_the_temperature_falls_while_the_entropy_is_above_its_target() -> None:
     # Entropy 2, target -1: -mean(log π + H̄) = -mean(-2, -4) = 3. Entropy -2: -mean(1) = -1.
-    assert temperature_gradient(torch.tensor([[-1.0], [-3.0]]), -1.0).tolist() == [3.0]
-    assert temperature_gradient(torch.full((2, 1), 2.0), -1.0).tolist() == [-1.0]
+    log_temperature = torch.nn.Parameter(torch.zeros(1))
+    for log_prob, gradient in ((torch.tensor([[-1.0], [-3.0]]), 3.0), (torch.full((2, 1), 2.0), -1.0)):
+        loss, _, _ = TemperatureLoss(log_temperature, -1.0, Acceleration())({"sample_log_prob": log_prob})
+        assert torch.autograd.grad(loss, log_temperature)[0].tolist() == [gradient]
 
 
 @pytest.mark.parametrize(("target_entropy", "step"), [(-100.0, -1e-3), (100.0, 1e-3), (None, -1e-3)])

@@ -7,7 +7,6 @@ from apexrl.core.functional.losses import (
     explained_variance,
     probability_ratio,
     soft_target,
-    temperature_gradient,
     value_loss,
 )
 
@@ -20,6 +19,5 @@ __all__ = [
     "normalize",
     "probability_ratio",
     "soft_target",
-    "temperature_gradient",
     "value_loss",
 ]

@@ -60,8 +60,3 @@ def explained_variance(value: Tensor, target: Tensor) -> Tensor:
 def soft_target(reward: Tensor, discount: Tensor, value: Tensor, log_prob: Tensor, temperature: Tensor) -> Tensor:
     """SAC's target y = r + γ (Q(s', a') − α log π(a'|s')), where the discount γ is 0 after a terminated step."""
     return reward + discount * (value - temperature * log_prob)
-
-
-def temperature_gradient(log_prob: Tensor, target_entropy: float) -> Tensor:
-    """Gradient of J(log α) = −log α · mean(log π + H̄): α grows while the entropy −log π is below its target H̄."""
-    return -(log_prob + target_entropy).mean().reshape(1)

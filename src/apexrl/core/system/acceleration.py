@@ -11,16 +11,17 @@ import random
 import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from apexrl.core.system import code_cache
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _compiling = threading.Lock()
 WARM_UP_CALLS = 3
 """Calls that run eagerly before a capture: libraries set themselves up in them, and their results count."""
@@ -40,6 +41,26 @@ class Acceleration:
     def apply(self) -> None:
         """Set the precision of float32 matrix products for this process."""
         torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """Return the context in which networks run in the wanted precision."""
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
+
+    def wrap(self, function: Function, device: torch.device, *, graph: str | None = None, **options: Any) -> Function:
+        """Return a function to call instead: compiled, replayed as a graph, or itself when nothing of this is enabled.
+
+        Args:
+            function: see ``Compiled`` and ``Captured``.
+            device: where it computes.
+            graph: what a warning calls it, for a function that is captured as a CUDA graph and not compiled.
+            options: of ``Captured``.
+        """
+        wrapped: Any = function
+        if graph is None and self.compile:
+            wrapped = Compiled(function, device)
+        elif graph is not None and self.graphs and device.type == "cuda":
+            wrapped = Captured(graph, function, **options)
+        return wrapped  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -62,7 +83,6 @@ class Captured:
     Args:
         name: what a warning calls it.
         function: what to run.
-        enabled: False always runs eagerly.
         generators: random generators that the function draws from, besides the default one.
         pool: memory that it may share with functions that return nothing either, from ``memory_pool``.
     """
@@ -72,12 +92,11 @@ class Captured:
         name: str,
         function: Callable[..., Any],
         *,
-        enabled: bool,
         generators: Sequence[torch.Generator] = (),
         pool: Any = None,
     ) -> None:
         self.name, self.function = name, function
-        self.enabled = enabled and torch.cuda.is_available()
+        self.enabled = True
         self.generators = generators
         self.pool = pool
         self.entries: dict[tuple[Any, ...], _Entry] = {}
@@ -106,10 +125,6 @@ class Captured:
         assert entry.graph is not None
         entry.graph.replay()
         return entry.output
-
-    def forget(self) -> None:
-        """Drop what was captured, because the function now works on other memory."""
-        self.entries.clear()
 
     def _warm_up(self, arguments: tuple[Tensor, ...]) -> Any:
         # On a side stream, as capturing will be: autograd remembers the stream of its first backward pass.
@@ -158,34 +173,31 @@ class Compiled:
     """A function that is compiled at its first call, or runs as it is.
 
     Compiled code draws the same random numbers as eager code. What ``torch.compile`` checks before every call takes as
-    long as a small network on a CPU, so nothing is checked after the first: arguments of other shapes need another
-    ``key``, and whatever is not a tensor stays as it was at the first call, until ``forget``. On a CPU the function
-    must also read and write the same memory at every call, apart from its arguments; where the compiler fails, it runs
-    as it is, and one warning says why.
+    long as a small network on a CPU, so after the first call only the shape of one tensor is looked at: of the first
+    argument, or of the first entry of a dictionary there. Whatever is not a tensor stays as it was at the first call.
+    On a CPU the function must also read and write the same memory at every call, apart from its arguments; where the
+    compiler fails, it runs as it is, and one warning says why.
 
     Args:
         function: what to run; a graph break costs speed, nothing else.
-        enabled: False always runs it as it is.
         device: where it computes.
     """
 
-    def __init__(self, function: Callable[..., Any], *, enabled: bool, device: torch.device) -> None:
-        self.function, self.enabled = function, enabled
+    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
+        self.function = function
         self.on_cpu = device.type == "cpu"
-        self._ready: dict[Hashable, Callable[..., Any]] = {}
+        self._ready: dict[torch.Size | None, Callable[..., Any]] = {}
 
-    def __call__(self, *arguments: Any, key: Hashable = None) -> Any:
-        """Run the function, compiled for this key if it was not before."""
-        if not self.enabled:
-            return self.function(*arguments)
-        if key not in self._ready:
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the function, compiled for this shape if it was not before."""
+        first = arguments[0] if arguments else None
+        if isinstance(first, dict):
+            first = next(iter(first.values()))
+        shape: torch.Size | None = getattr(first, "shape", None)
+        if shape not in self._ready:
             with _compiling:
-                self._ready[key] = self._compile(arguments)
-        return self._ready[key](*arguments)
-
-    def forget(self) -> None:
-        """Compile anew at the next call."""
-        self._ready.clear()
+                self._ready[shape] = self._compile(arguments)
+        return self._ready[shape](*arguments)
 
     def _compile(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         if not self.on_cpu:

@@ -20,8 +20,18 @@ FORMAT_KEY = "format"
 FIRST_CONFIG_VERSION = 6
 FIRST_CHECKPOINT_FORMAT = 6
 """Files with smaller numbers were written before the first release."""
+
+
+def _terms(content: dict[str, Any]) -> dict[str, Any]:
+    """The weight of PPO-ROA's encoder penalty belongs to a term; SAC no longer stores its final importance exponent."""
+    algorithm = {k: v for k, v in content["algorithm"].items() if k not in ("penalty_weight", "final_importance")}
+    weight = content["algorithm"].get("penalty_weight")
+    terms = {} if weight is None else {"encoder_distance": {"weight": weight}}
+    return {**content, "algorithm": {"terms": terms, **algorithm}}
+
+
 CONFIG_MIGRATIONS: tuple[Migration, ...] = ()
-CHECKPOINT_MIGRATIONS: tuple[Migration, ...] = ()
+CHECKPOINT_MIGRATIONS: tuple[Migration, ...] = (_terms,)
 CONFIG_VERSION = FIRST_CONFIG_VERSION + len(CONFIG_MIGRATIONS)
 CHECKPOINT_FORMAT = FIRST_CHECKPOINT_FORMAT + len(CHECKPOINT_MIGRATIONS)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from apexrl.core.errors import ConfigError, EnvError, EnvStateError
 from apexrl.core.metrics import MetricSpec
-from apexrl.core.system.acceleration import Acceleration, Compiled
+from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import EnvStep, Observation
 from apexrl.envs.base import VecEnv
 from apexrl.envs.tasks.drawing import Canvas
@@ -142,7 +142,7 @@ class TensorTask(VecEnv):
 
     def accelerate(self, acceleration: Acceleration) -> None:
         """Compile the transition, when asked for."""
-        self._transition = Compiled(self._eager_transition, enabled=acceleration.compile, device=self.device)
+        self._transition = acceleration.wrap(self._eager_transition, self.device)
 
     def spawn(self, num_envs: int) -> Self:
         """Make an independent task with the same options."""

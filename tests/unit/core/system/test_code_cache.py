@@ -123,7 +123,7 @@ def test_a_directory_that_others_can_write_to_is_not_used(entries: Callable[[], 
 def test_without_a_compiler_a_function_runs_as_it_is(entries: Callable[[], list[Path]]) -> None:
     import torch._inductor.config
 
-    compiled = Compiled(tripled, enabled=True, device=torch.device("cpu"))
+    compiled = Compiled(tripled, torch.device("cpu"))
     with (
         torch._inductor.config.patch({"cpp.cxx": ("/nowhere/g++",)}),
         pytest.warns(UserWarning, match="Compilation failed, so this runs uncompiled"),

@@ -55,7 +55,7 @@ def test_a_compiled_actor_takes_observations_that_are_slices() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*")
-def test_compiled_functions_see_new_weights_shapes_and_attributes() -> None:
+def test_compiled_functions_see_new_weights_and_shapes() -> None:
     class Scaled:
         def __init__(self) -> None:
             self.weight, self.factor = torch.ones(3), 1.0
@@ -64,24 +64,21 @@ def test_compiled_functions_see_new_weights_shapes_and_attributes() -> None:
             return {name: self.factor * value * self.weight + add_one for name, value in groups.items()}
 
     scaled = Scaled()
-    compiled = Compiled(scaled.run, enabled=True, device=torch.device("cpu"))
+    compiled = Compiled(scaled.run, torch.device("cpu"))
     two = {"a": torch.full((2, 3), 2.0)}
     assert compiled(two, False)["a"].tolist() == [[2.0] * 3] * 2
     scaled.weight.mul_(5.0)
     assert compiled(two, False)["a"].tolist() == [[10.0] * 3] * 2
     scaled.weight.fill_(7.0)
-    assert compiled(two, True, key=True)["a"].tolist() == [[15.0] * 3] * 2
-    assert compiled({"a": torch.ones(1, 3)}, False, key="one row")["a"].tolist() == [[7.0] * 3]
-    scaled.factor = 3.0
-    compiled.forget()
-    assert compiled(two, False)["a"].tolist() == [[42.0] * 3] * 2
+    assert compiled({"a": torch.ones(1, 3)}, False)["a"].tolist() == [[7.0] * 3]
+    assert compiled(two, False)["a"].tolist() == [[14.0] * 3] * 2
 
 
 def test_a_function_that_cannot_be_compiled_runs_as_it_is() -> None:
     def halves(x: Tensor) -> Tensor:
         return x / (2 if x.sum() > 0 else 4)
 
-    compiled = Compiled(halves, enabled=True, device=torch.device("cpu"))
+    compiled = Compiled(halves, torch.device("cpu"))
     with pytest.warns(UserWarning, match="Compilation failed, so this runs uncompiled"):
         assert compiled(torch.full((4,), 2.0)).tolist() == [1.0] * 4
     assert compiled(torch.full((4,), -6.0)).tolist() == [-1.5] * 4
@@ -98,7 +95,7 @@ def test_what_is_compiled_has_another_name_in_every_run_of_a_seed(monkeypatch: p
     monkeypatch.setattr(torch, "compile", lambda function, **options: Whole() if "fullgraph" in options else function)
     for _ in range(2):
         random.seed(0)
-        Compiled(torch.neg, enabled=True, device=torch.device("cuda"))(torch.ones(1))
+        Compiled(torch.neg, torch.device("cuda"))(torch.ones(1))
         assert random.random() == random.Random(0).random(), "the run's own random numbers go on as if nothing had been"
     assert names[0] != names[1]
 
@@ -146,10 +143,15 @@ def test_nothing_is_read_back_in_rollout_and_update(
         assert reads == ["__bool__"], "the counter counts"
 
 
-def test_captured_runs_eagerly_without_cuda_or_when_disabled() -> None:
-    doubled = Captured("double", lambda x: 2 * x, enabled=False)
-    assert doubled(torch.tensor(3.0)) == 6.0
-    assert doubled.entries == {}
+def test_what_nothing_accelerates_is_called_itself() -> None:
+    def doubled(x: Tensor) -> Tensor:
+        return 2 * x
+
+    assert Acceleration().wrap(doubled, torch.device("cpu")) is doubled
+    assert Acceleration(graphs=True).wrap(doubled, torch.device("cpu"), graph="double") is doubled, "no CUDA"
+    assert Acceleration(graphs=False).wrap(doubled, torch.device("cuda"), graph="double") is doubled
+    assert isinstance(Acceleration(graphs=True).wrap(doubled, torch.device("cuda"), graph="double"), Captured)
+    assert isinstance(Acceleration(compile=True).wrap(doubled, torch.device("cpu")), Compiled)
 
 
 def test_stopwatch_times_the_phase_between_two_marks() -> None:
@@ -180,7 +182,7 @@ def test_garbage_is_collected_before_a_capture_and_not_in_it(monkeypatch: pytest
     def function() -> None:
         seen.append((old(), gc.isenabled()))
 
-    captured = Captured("a function", function, enabled=True)
+    captured = Captured("a function", function)
     old = weakref.ref(Cycle())
     gc.disable()  # or the garbage might be gone before
     for _ in range(WARM_UP_CALLS):

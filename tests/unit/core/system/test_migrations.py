@@ -137,6 +137,14 @@ def test_a_migrated_configuration_leaves_the_given_one_unchanged(monkeypatch: py
     assert given == {"version": FIRST_CONFIG_VERSION, "algo": {"old": 1}}
 
 
+def test_weights_of_the_encoder_penalty_move_to_its_term() -> None:
+    old = {"format": 6, "algorithm": {"penalty_weight": 0.5, "phase": "train"}}
+    terms = {"encoder_distance": {"weight": 0.5}}
+    assert migrated_checkpoint(old, "it")["algorithm"] == {"terms": terms, "phase": "train"}
+    old = {"format": 6, "algorithm": {"final_importance": 1.0, "due": 0.0}}
+    assert migrated_checkpoint(old, "it")["algorithm"] == {"terms": {}, "due": 0.0}
+
+
 # Fields
 
 
