@@ -28,12 +28,12 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[2]
-RENAMES: tuple[tuple[str, str], ...] = ((r"/penalty_weight$", "/terms/encoder_distance/weight"),)
+RENAMES: tuple[tuple[str, str], ...] = ()
 """Regular expressions and what takes their place, for the paths of BASE's tensors and metrics."""
 LEFT_OUT = re.compile(
     r"(^|/)(config|recipe|format|versions?)(/|$)|^metrics/\d+/(time/|.*(_per_second$|/seconds))"
     # Terms log their value, and RLOO's imitation only where it is one; SAC's final exponent is always 1.
-    r"|train/(imitation_loss|encoder_distance)$|/final_importance$"
+    r"|train/(imitation_loss|encoder_distance)$|/(final_importance|penalty_weight)$|/terms/"
 )
 COMMON = (
     "--training.device cpu --training.num_threads 1 --training.final_eval_episodes 0 --logging.tensorboard false "
