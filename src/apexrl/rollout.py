@@ -28,8 +28,7 @@ from apexrl.core.types import (
     Observation,
 )
 from apexrl.envs.base import RunningEpisodes, VecEnv, choose
-from apexrl.policies.base import Policy
-from apexrl.policies.exploration import NOISE_KEYS
+from apexrl.policies.base import NOISE_KEYS, Policy
 
 LOG = "log"
 OUTCOME_KEYS = frozenset({REWARD, TERMINATED, TRUNCATED, DONE, LOG})

@@ -38,7 +38,7 @@ from apexrl import (
 )
 from apexrl.agent import TrainingConfig, checkpoint
 from apexrl.agent.trainer import env_seed
-from apexrl.algorithms.minibatches import bounds
+from apexrl.algorithms.gradient_step import bounds
 from apexrl.core.errors import DivergenceError
 from apexrl.core.metrics import MetricSpec, merged_collection, merged_to_host
 from apexrl.core.system import distributed

@@ -101,10 +101,10 @@ def test_the_readme_is_the_home_page(site: Path) -> None:
 
 def test_an_equation_leads_to_its_line(site: Path) -> None:
     target, line = re.findall(
-        r'href="(source/[^"#]+/advantages\.py\.html)#__codelineno-0-(\d+)"><code>gae<', (site / "ppo.html").read_text()
+        r'href="(source/[^"#]+/objectives\.py\.html)#__codelineno-0-(\d+)"><code>gae<', (site / "ppo.html").read_text()
     )[0]
     assert f'id="__codelineno-0-{line}"' in (site / target).read_text(encoding="utf-8")
-    source = (ROOT / "src" / "apexrl" / "core" / "functional" / "advantages.py").read_text().splitlines()
+    source = (ROOT / "src" / "apexrl" / "core" / "functional" / "objectives.py").read_text().splitlines()
     assert source[int(line) - 1].startswith("def gae(")
 
 

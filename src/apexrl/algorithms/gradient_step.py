@@ -1,14 +1,14 @@
-"""One way to take a gradient step, for every algorithm: loss, gradient, all-reduce, skip or step, statistics."""
+"""One way to take a gradient step, for every algorithm: minibatch, loss, gradient, all-reduce, step or skip."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from apexrl.algorithms.minibatches import parts_of
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.algorithms.terms import Term
 from apexrl.core.system import distributed
@@ -34,7 +34,7 @@ class UpdateStats:
         self.stop = torch.zeros((), device=device)
         self.nonfinite = torch.zeros((), device=device) if nonfinite is None else nonfinite
         self.sums = torch.zeros(len(names) + 1, device=device)
-        self._own = (self.stop, self.sums, *([self.nonfinite] if nonfinite is None else []))
+        self.is_shared = nonfinite is not None
 
     @property
     def num_taken(self) -> Tensor:
@@ -43,17 +43,19 @@ class UpdateStats:
 
     def reset(self) -> None:
         """Begin a new update; a flag that is shared stays as it is."""
-        for tensor in self._own:
+        for tensor in (self.stop, self.sums) if self.is_shared else (self.stop, self.sums, self.nonfinite):
             tensor.zero_()
 
-    def means(self) -> dict[str, Tensor]:
-        """Return the mean of each number over the minibatches that took a step; NaN when none did."""
-        means = (self.sums[:-1] / self.sums[-1]).unbind()
-        return {name: mean for name, mean in zip(self.names, means, strict=True) if name}
-
     def report(self) -> dict[str, Tensor]:
-        """Return the means, how many steps were taken, and whether some number was not finite."""
-        return {**self.means(), "updates": self.sums[-1].clone(), "nonfinite": self.nonfinite.clone()}
+        """Return the mean of each number over the minibatches that took a step; NaN when none did.
+
+        With flags of its own also how many took one, and whether some number was not finite.
+        """
+        means = (self.sums[:-1] / self.sums[-1]).unbind()
+        found = {name: mean for name, mean in zip(self.names, means, strict=True) if name}
+        if not self.is_shared:
+            found |= {"updates": self.sums[-1].clone(), "nonfinite": self.nonfinite.clone()}
+        return found
 
 
 class Loss(nn.Module):
@@ -222,3 +224,28 @@ class GradientStep:
 def linear_rate(start: float, progress: float) -> float:
     """Return the learning rate that falls to 0 at the end of training; ``progress`` runs from 0 to 1."""
     return start * max(0.0, 1.0 - progress)
+
+
+def bounds(count: int, num_parts: int) -> list[tuple[int, int]]:
+    """Cut 0 … count − 1 into parts as equal as possible; returns start and end of each."""
+    size, more = divmod(count, num_parts)
+    cuts = [part * size + min(part, more) for part in range(num_parts + 1)]
+    return list(itertools.pairwise(cuts))
+
+
+def minibatches(batch: Mapping[str, Any], order: Tensor, num_parts: int, dim: int = 0) -> Iterator[dict[str, Any]]:
+    """Shuffle all of a batch along a dimension, then cut it into minibatches."""
+    before = (slice(None),) * dim
+    shuffled = {name: value[(*before, order)] for name, value in batch.items()}
+    for start, end in bounds(len(order), num_parts):
+        yield {name: value[(*before, slice(start, end))] for name, value in shuffled.items()}
+
+
+def parts_of(batch: Mapping[str, Any], num_parts: int) -> Iterator[dict[str, Any]]:
+    """Cut a batch along its first dimension, without shuffling it; every entry by its own length, at least one row."""
+    for part in range(num_parts):
+        cut = {}
+        for name, value in batch.items():
+            start, end = part * len(value) // num_parts, (part + 1) * len(value) // num_parts
+            cut[name] = value[start : max(start + 1, end)]
+        yield cut

@@ -99,10 +99,10 @@ class FlatAdam:
     def step(self, gradient: Tensor, gradient_norm: Tensor, skip: Tensor) -> None:
         """Clip and step; where ``skip`` (0-d, 0 or 1) is 1, parameters and state stay as they are."""
         taken = 1.0 - skip
-        scale = self._clip_scale(gradient_norm)
         if self._num_together < len(gradient):
             parts = gradient[: self._num_together], gradient[self._num_together :]
-            scale = torch.cat([self._clip_scale(part.norm()).expand(len(part)) for part in parts])
+            gradient_norm = torch.cat([part.norm().expand(len(part)) for part in parts])
+        scale = (self.max_grad_norm / (gradient_norm + 1e-6)).clamp(max=1.0)
         # A skipped gradient may be NaN, and 0 · NaN is NaN: choose, do not multiply.
         self.gradient.copy_(torch.where(skip > 0, 0.0, gradient * scale))
         mean, square = self.state["mean"], self.state["square"]
@@ -118,9 +118,6 @@ class FlatAdam:
             self.flat.mul_(1.0 - self.learning_rate * self.weight_decay * taken)
         size = self.learning_rate * taken / unbias_mean
         self.flat.sub_(size * mean / ((square / unbias_square).sqrt() + self.eps))
-
-    def _clip_scale(self, norm: Tensor) -> Tensor:
-        return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return moments, their decays and the learning rate as plain tensors."""

@@ -19,8 +19,7 @@ from apexrl.algorithms.base import (
     checker,
     find_device,
 )
-from apexrl.algorithms.gradient_step import GradientStep, PolicyLoss, UpdateStats, linear_rate
-from apexrl.algorithms.minibatches import bounds, minibatches
+from apexrl.algorithms.gradient_step import GradientStep, PolicyLoss, UpdateStats, bounds, linear_rate, minibatches
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.algorithms.terms import Term
 from apexrl.core.errors import ConfigError
@@ -52,7 +51,7 @@ from apexrl.core.types import (
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic, SACPolicy, VLAPolicy
 from apexrl.policies.networks import MLPActor, MLPCritic, RewardScaler
-from apexrl.policies.networks.actor import ActionHead
+from apexrl.policies.networks.mlp import ActionHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +158,7 @@ class PPOLoss(PolicyLoss):
         log_prob, entropy, value = evaluation
         advantage = batch[ADVANTAGE]
         if cfg.normalize_advantage == "minibatch":
-            advantage = _normalize(advantage)
+            advantage = normalize(advantage, distributed.all_gather(advantage))
         if BEHAVIOUR_WEIGHT in batch:
             advantage = advantage * batch[BEHAVIOUR_WEIGHT]
         log_ratio = log_prob - batch[ANCHOR_LOG_PROB if ANCHOR_LOG_PROB in batch else SAMPLE_LOG_PROB]
@@ -228,6 +227,8 @@ class PPO(BaseAlgorithm):
         self.acceleration = acceleration or Acceleration()
         self.terms = tuple(terms)
         """What is added to the loss."""
+        self._own_keys = (*policy.initial_memory(1), *policy.extra_keys)
+        """What the policy stores besides what every policy does."""
         self._heads = [
             head for head in policy.modules() if isinstance(head, ActionHead) and isinstance(head.log_std, nn.Parameter)
         ]
@@ -323,8 +324,7 @@ class PPO(BaseAlgorithm):
             raise ConfigError(
                 f"algo.num_minibatches is {self.cfg.num_minibatches}, but the rollout has {count} {parts}; lower it."
             )
-        stored = [*self.policy.initial_memory(1), *self.policy.extra_keys]
-        stored += [PRE_TANH] if PRE_TANH in rollout.keys() else []  # noqa: SIM118
+        stored = [*self._own_keys, *([PRE_TANH] if PRE_TANH in rollout.keys() else [])]  # noqa: SIM118
         batch = rollout.select(*self.required_keys, *stored)
         is_stale = POLICY_VERSION in rollout.keys()  # noqa: SIM118
         anchor = [ANCHOR_LOG_PROB] if is_stale or self.acceleration.precision == "bf16" else []
@@ -362,7 +362,7 @@ class PPO(BaseAlgorithm):
             lam=self.cfg.lam,
         )
         if self.cfg.normalize_advantage == "batch":
-            advantage = _normalize(advantage)
+            advantage = normalize(advantage, distributed.all_gather(advantage))
         batch[ADVANTAGE].copy_(advantage)
         batch[RETURN].copy_(target)
 
@@ -428,8 +428,3 @@ class PPO(BaseAlgorithm):
             self.reward_scaler.running = state["reward_scaler"]["running"].to(self.policy.device, copy=True)
             self.reward_scaler.load_state_dict(state["reward_scaler"])
             self._wrap()
-
-
-def _normalize(advantage: Tensor) -> Tensor:
-    """Bring advantages to mean 0 and standard deviation 1 over all that learn together."""
-    return distributed.own_shard(normalize(distributed.all_gather(advantage)))

@@ -13,8 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats
-from apexrl.algorithms.minibatches import minibatches
+from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, minibatches
 from apexrl.algorithms.optimizer import FlatAdam, flatten
 from apexrl.algorithms.ppo import PPO, PPOConfig
 from apexrl.algorithms.terms import EncoderDistance
@@ -258,7 +257,7 @@ class PPOROA(PPO):
             tau = self.roa_cfg.ema_tau
             moved = (1.0 - tau) * self._average + tau * self.adapt.optimizer.flat
             self._average.copy_(torch.where(nonfinite == 0, moved, self._average))
-        losses = {name: mean for step in steps for name, mean in step.stats.means().items()}
+        losses = {name: mean for step in steps for name, mean in step.stats.report().items()}
         # Once more: the adaptation may be what was not finite.
         return {**losses, "nonfinite": nonfinite.clone()}
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, AlgorithmConfig, BaseAlgorithm, checker
 from apexrl.algorithms.bc import BCConfig
 from apexrl.algorithms.collapse import CollapseGuard
-from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate
-from apexrl.algorithms.minibatches import bounds
+from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, bounds, linear_rate
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.algorithms.terms import Imitation, Term
 from apexrl.core.errors import ConfigError

@@ -283,7 +283,7 @@ class SAC(BaseAlgorithm):
             self.policy.eval()
         self.policy.update_normalizer(rollout[OBSERVATION], apply=stats.nonfinite == 0)
         # NaN stands for what no gradient step of this update says; the trainer leaves it out.
-        metrics = {**stats.report(), **self.actor_step.stats.means()}
+        metrics = {**stats.report(), **self.actor_step.stats.report()}
         loss = metrics["critic_loss"] + metrics["actor_loss"].nan_to_num(0.0)
         return {
             "loss": loss if self._num_updates > num_updates else self._critic_loss_now(),

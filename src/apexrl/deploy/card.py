@@ -17,7 +17,7 @@ from apexrl.core.observations import is_picture, leaf_spaces, leaves
 from apexrl.core.types import ACTION, CMD_KEY, OBJECT_KEY, OBS_KEY, OBSERVATION
 from apexrl.envs import VecEnv
 from apexrl.policies import Policy
-from apexrl.policies.networks.actor import choice_sizes
+from apexrl.policies.networks.mlp import choice_sizes
 from apexrl.policies.networks.normalizer import RunningNormalizer
 
 MEANINGS = {

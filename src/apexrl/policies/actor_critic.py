@@ -10,8 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl.core.types import OBSERVATION, Carry, Evaluation, Observation
-from apexrl.policies.base import Policy, state_values
-from apexrl.policies.exploration import explore, initial_noise, stored_log_prob
+from apexrl.policies.base import Policy, explore, initial_noise, state_values, stored_log_prob
 from apexrl.policies.networks import Distribution, MLPActor, MLPCritic, ObservationNormalizer
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from apexrl.core.errors import ConfigError, did_you_mean, requirement
-from apexrl.policies.networks.actor import DistributionName
+from apexrl.policies.networks.mlp import DistributionName
 from apexrl.policies.vla.policy import FREEZABLE
 
 MAX_WIDTH, MAX_VLA_SIZE = 2**20, 2**14

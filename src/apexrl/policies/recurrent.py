@@ -11,11 +11,9 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl.core.types import DONE, NEXT_OBSERVATION, OBSERVATION, Carry, Evaluation, Observation
-from apexrl.policies.base import HasSpaces, Policy, successor_values
-from apexrl.policies.exploration import explore, initial_noise, stored_log_prob
+from apexrl.policies.base import HasSpaces, Policy, explore, initial_noise, stored_log_prob, successor_values
 from apexrl.policies.networks import Distribution, ObservationEncoder, ObservationNormalizer
-from apexrl.policies.networks.actor import ActionHead
-from apexrl.policies.networks.encoder import linear, mlp
+from apexrl.policies.networks.mlp import ActionHead, linear, mlp
 
 HIDDEN = "hidden"
 

@@ -25,11 +25,9 @@ from apexrl.core.types import (
     Observation,
 )
 from apexrl.policies.actor_critic import ActorCritic
-from apexrl.policies.base import HasSpaces, Policy
-from apexrl.policies.exploration import explore
+from apexrl.policies.base import HasSpaces, Policy, explore
 from apexrl.policies.networks import Distribution, MLPCritic, ObservationNormalizer
-from apexrl.policies.networks.actor import ActionHead, choice_sizes
-from apexrl.policies.networks.encoder import ObservationEncoder, ObservationMLP, linear, mlp
+from apexrl.policies.networks.mlp import ActionHead, ObservationEncoder, ObservationMLP, choice_sizes, linear, mlp
 
 HistoryKind = Literal["mlp", "conv", "gru"]
 

@@ -22,7 +22,7 @@ from apexrl.core.types import EnvStep, Evaluation, PolicyOutput
 from apexrl.envs import VecEnv, make_env
 from apexrl.evaluation.evaluate import evaluate
 from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic, SACPolicy
-from apexrl.policies.networks.actor import ActionHead
+from apexrl.policies.networks.mlp import ActionHead
 
 
 def setup(seed: int = 0, normalize_obs: bool = False, **options: Any) -> tuple[PPO, TensorDict]:

@@ -14,8 +14,8 @@ from apexrl.algorithms import PPO
 from apexrl.core.errors import ConfigError
 from apexrl.core.types import ACTION, OBSERVATION, Carry
 from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic
+from apexrl.policies.base import NOISE, NOISE_AGE
 from apexrl.policies.config import PolicyConfig
-from apexrl.policies.exploration import NOISE, NOISE_AGE
 from apexrl.rollout import initial_state, make_actor, rollout
 
 SPACES = gym.spaces.Box(-1e6, 1e6, (2,)), gym.spaces.Box(-1, 1, (1,))

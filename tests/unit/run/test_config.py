@@ -22,7 +22,7 @@ from apexrl.core.errors import ConfigError, EnvError
 from apexrl.core.metrics import MetricSpec
 from apexrl.policies import VLAPolicy
 from apexrl.policies.config import PolicyConfig, VLAConfig
-from apexrl.policies.networks.actor import ActionHead
+from apexrl.policies.networks.mlp import ActionHead
 from apexrl.policies.vla.flow import FlowHead
 from apexrl.policies.vla.likelihood import LikelihoodHead
 from apexrl.policies.vla.policy import FREEZABLE

@@ -1,10 +1,12 @@
 """Pure mathematics on tensors: no state, no modules, no environment."""
 
-from apexrl.core.functional.advantages import discounted_sum, gae, normalize
-from apexrl.core.functional.losses import (
+from apexrl.core.functional.objectives import (
     approx_kl,
     clipped_surrogate,
+    discounted_sum,
     explained_variance,
+    gae,
+    normalize,
     probability_ratio,
     soft_target,
     value_loss,

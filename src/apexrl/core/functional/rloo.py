@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from apexrl.core.functional.losses import MAX_LOG_RATIO, probability_ratio
+from apexrl.core.functional.objectives import MAX_LOG_RATIO, probability_ratio
 
 
 def leave_one_out(returns: Tensor, group: Tensor) -> Tensor:

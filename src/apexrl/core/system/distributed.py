@@ -186,11 +186,6 @@ def all_gather_rows(x: Tensor) -> tuple[Tensor, slice]:
     return torch.cat(parts).to(x.device), slice(start, start + len(x))
 
 
-def own_shard(x: Tensor) -> Tensor:
-    """Return from ``all_gather`` what is this process's."""
-    return x if world_size() == 1 else x.chunk(world_size())[rank()]
-
-
 def merged_moments(count: int, average: Tensor, var: Tensor) -> tuple[int | Tensor, Tensor, Tensor]:
     """Merge sample counts n, means m and variances v of all processes exactly.
 

@@ -1,10 +1,8 @@
 """Networks, distributions and normalisers: what policies are built from."""
 
 from apexrl.core.observations import leaves
-from apexrl.policies.networks.actor import MLPActor
-from apexrl.policies.networks.critic import MLPCritic
 from apexrl.policies.networks.distributions import DiagGaussian, Distribution, MultiCategorical, SquashedGaussian
-from apexrl.policies.networks.encoder import ObservationEncoder
+from apexrl.policies.networks.mlp import MLPActor, MLPCritic, ObservationEncoder
 from apexrl.policies.networks.normalizer import ObservationNormalizer, RewardScaler, RunningNormalizer
 from apexrl.policies.networks.q_function import QEnsemble
 

@@ -72,16 +72,13 @@ class DiagGaussian:
     def __init__(self, mean: Tensor, log_std: Tensor) -> None:
         self.mean = mean
         self.log_std = log_std.expand_as(mean)
+        self.std = self.log_std.exp()
+        """Standard deviations ``[..., A]``."""
 
     @property
     def mode(self) -> Tensor:
         """The mean."""
         return self.mean
-
-    @property
-    def std(self) -> Tensor:
-        """Standard deviations ``[..., A]``."""
-        return self.log_std.exp()
 
     def sample(self) -> Tensor:
         """Draw with gradients through mean and standard deviation."""

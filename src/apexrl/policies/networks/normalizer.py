@@ -13,7 +13,7 @@ from apexrl.core.functional import discounted_sum
 from apexrl.core.observations import is_picture, leaf_spaces, leaves
 from apexrl.core.system import distributed
 from apexrl.core.types import Observation
-from apexrl.policies.networks.encoder import map_leaves
+from apexrl.policies.networks.mlp import map_leaves
 
 
 class RunningNormalizer(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from apexrl.core.types import Observation
-from apexrl.policies.networks.encoder import ACTIVATIONS, ObservationEncoder
+from apexrl.policies.networks.mlp import ACTIVATIONS, ObservationEncoder
 
 
 class ParallelLinear(nn.Module):
