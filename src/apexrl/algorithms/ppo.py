@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -261,8 +262,9 @@ class PPO(BaseAlgorithm):
             separate_clip_prefix: networks whose gradients are clipped by themselves.
         """
         cfg, device = self.cfg, self.policy.device
+        own = [(f"{term.name}.{name}", p) for term in self.terms for name, p in term.named_parameters()]
         self.optimizer = FlatAdam(
-            learner.named_parameters(),
+            [*learner.named_parameters(), *own],
             cfg.learning_rate,
             cfg.adam_eps,
             cfg.max_grad_norm,
@@ -292,6 +294,10 @@ class PPO(BaseAlgorithm):
         self.epoch = wrap(self._eager_epoch, device, graph="The update", pool=pool)
         self.compute_advantage = wrap(self._eager_advantage, device, graph="The advantage", pool=pool)
         self.anchor = wrap(self._eager_anchor, device, graph="The start of the update", pool=pool)
+
+    def initial_tensors(self) -> list[Tensor]:
+        """Return the policy, and what terms have of their own."""
+        return [*super().initial_tensors(), *(x for term in self.terms for x in term.state_dict().values())]
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Learn from one rollout ``[T, N]``; the normaliser sees it last, so that the first ratio is exactly 1."""
@@ -410,7 +416,7 @@ class PPO(BaseAlgorithm):
         return {
             "optimizer": self.optimizer.state_dict(),
             "reward_scaler": scaler,
-            "terms": {term.name: term.own_state() for term in self.terms},
+            "terms": {term.name: copy.deepcopy(dict(term.state_dict())) for term in self.terms},
             "config": asdict(self.cfg),
         }
 
@@ -423,7 +429,7 @@ class PPO(BaseAlgorithm):
         """Continue from ``state_dict``."""
         self.optimizer.load_state_dict(state["optimizer"])
         for term in self.terms:
-            term.load_own_state(state["terms"][term.name])
+            term.load_state_dict(state["terms"][term.name])
         if self.reward_scaler is not None and state["reward_scaler"]:
             self.reward_scaler.running = state["reward_scaler"]["running"].to(self.policy.device, copy=True)
             self.reward_scaler.load_state_dict(state["reward_scaler"])

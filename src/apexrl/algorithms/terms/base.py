@@ -9,19 +9,29 @@ from typing import Any
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from apexrl.policies import Policy
+
 
 class Term(nn.Module, ABC):
     """Something that is added to a loss, without the algorithm knowing what.
 
-    The loss of a minibatch becomes L + Σ ``weight`` · ``loss(minibatch, evaluation)``. A term that needs networks of
-    the policy holds them as modules; they learn if the optimizer has them. All methods but ``loss`` may be left as they
-    are.
+    The loss of a minibatch becomes L + Σ ``weight`` · ``loss(minibatch, evaluation)``. What a term registers (networks,
+    buffers) is its own: the algorithm's optimizer trains it, and checkpoints hold it. All methods but ``loss`` may be
+    left as they are.
+
+    Args:
+        policy: what learns; a term may use its networks, which stay the policy's own.
     """
 
     name: str
     """What its value is logged as, under ``train/``."""
     weight: Tensor | float
     """Its factor: a number, or a 0-d buffer if it changes while training, so that compiled code and graphs see that."""
+    policy: Policy
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.__dict__["policy"] = policy  # as an attribute it would be registered
 
     def reward(self, batch: TensorDict) -> Tensor | float:
         """Return what is added to the rewards of a batch ``[T, N]``, before its advantages are computed."""
@@ -38,12 +48,3 @@ class Term(nn.Module, ABC):
     def follow(self, progress: float) -> None:
         """Follow a schedule over the whole training; ``progress`` runs from 0 to 1."""
         return
-
-    def own_state(self) -> dict[str, Tensor]:
-        """Return what a resumed run needs: the buffers of the term itself."""
-        return {name: buffer.clone() for name, buffer in self.named_buffers(recurse=False)}
-
-    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from ``own_state``."""
-        for name, buffer in self.named_buffers(recurse=False):
-            buffer.copy_(state[name])

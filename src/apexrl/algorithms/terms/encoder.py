@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from apexrl.algorithms.terms.base import Term
 from apexrl.core.types import OBSERVATION
@@ -24,11 +24,12 @@ class EncoderDistance(Term):
 
     name = "encoder_distance"
     weight: Tensor
+    policy: ROAPolicy
 
     def __init__(self, policy: ROAPolicy, final_weight: float, share: float) -> None:
-        super().__init__()
-        self.policy, self.final_weight, self.share = policy, final_weight, share
-        self.register_buffer("weight", torch.zeros((), device=policy.device))
+        super().__init__(policy)
+        self.final_weight, self.share = final_weight, share
+        self.weight = nn.Buffer(torch.zeros((), device=policy.device))
 
     def loss(self, minibatch: Mapping[str, Any], evaluation: Any) -> Tensor:
         """Return the mean squared distance of the two features."""

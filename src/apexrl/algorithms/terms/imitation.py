@@ -31,8 +31,8 @@ class Imitation(Term):
     name = "imitation_loss"
 
     def __init__(self, policy: Policy, weight: float, batch_size: int, acceleration: Acceleration) -> None:
-        super().__init__()
-        self.policy, self.weight, self.batch_size, self.acceleration = policy, weight, batch_size, acceleration
+        super().__init__(policy)
+        self.weight, self.batch_size, self.acceleration = weight, batch_size, acceleration
         self.demonstrations: TensorDict | None = None
         """Samples ``[M]``, as ``load_demos`` returns them, on the policy's device."""
 
