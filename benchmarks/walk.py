@@ -1,13 +1,14 @@
 """What a reader of one training iteration walks through.
 
-    python benchmarks/walk.py [lift_ppo] [--files] [--tree]
+    python benchmarks/walk.py [lift_ppo] [--files] [--tree] [--figure PNG]
 
 Traces one iteration of a preset with its log and its checkpoint, on the CPU and eagerly, from the ``pre_iteration``
 event of the second iteration to that of the third. Prints how many files of the package it touches, how many functions
 it enters, their length in lines (docstrings and nested functions included, every line once), and how many frames lie
 between an algorithm's ``update`` and the surrogate, both included. Only functions of the package count; lambdas and
 comprehensions belong to the function around them. The first column leaves out what the environment does in a step
-(``envs/``), which differs between tasks. ``--files`` lists the files, ``--tree`` the calls.
+(``envs/``), which differs between tasks. ``--files`` lists the files, ``--tree`` the calls. ``--figure`` draws
+them; the width of a function is its share of the time (the trace slows small functions down more than large ones).
 
 Before the training path was rebuilt (e927026): 29 files, 151 functions, 1,379 lines, 11 frames.
 """
@@ -18,7 +19,8 @@ import argparse
 import ast
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -53,6 +55,8 @@ class Call:
 
     code: CodeType
     calls: list[Call] = field(default_factory=list)
+    seconds: float = 0.0
+    times: int = 1
 
     @property
     def name(self) -> str:
@@ -80,21 +84,24 @@ class Tracer:
         self._stack: list[tuple[FrameType | None, Call]] = [(None, self.root)]
 
     def start(self) -> None:
+        self.root.seconds = -time.perf_counter()
         sys.setprofile(self._note)
 
     def stop(self) -> None:
         sys.setprofile(None)
+        if self.root.seconds < 0:
+            self.root.seconds += time.perf_counter()
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if not code.co_filename.startswith(PACKAGE) or code.co_name in _HIDDEN:
             return
         if event == "call":
-            call = Call(code)
+            call = Call(code, seconds=-time.perf_counter())
             self._stack[-1][1].calls.append(call)
             self._stack.append((frame, call))
         elif event == "return" and self._stack[-1][0] is frame:
-            self._stack.pop()
+            self._stack.pop()[1].seconds += time.perf_counter()
 
 
 def trace_iteration(preset: str) -> Call:
@@ -174,16 +181,69 @@ def tree_lines(root: Call, indent: int = 0) -> Iterator[str]:
         seen.add(key)
 
 
+def merged(calls: Sequence[Call]) -> list[Call]:
+    """Return one call for each function, in the order of their first calls, with the time of all of them."""
+    groups: dict[CodeType, list[Call]] = {}
+    for call in calls:
+        groups.setdefault(call.code, []).append(call)
+    return [
+        Call(
+            code,
+            merged([inner for call in group for inner in call.calls]),
+            sum(max(0.0, call.seconds) for call in group),  # the last one has not returned
+            sum(call.times for call in group),
+        )
+        for code, group in groups.items()
+    ]
+
+
+def draw(root: Call, path: Path, depth: int = 9) -> None:
+    """Draw the calls from top to bottom, each below its caller."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    _, axes = pyplot.subplots(figsize=(15, 6), dpi=100)
+    packages: dict[str, Any] = {}
+
+    def box(call: Call, left: float, level: int) -> None:
+        width = call.seconds / root.seconds
+        package = call.file.partition("/")[0].removesuffix(".py")
+        color = packages.setdefault(package, pyplot.get_cmap("Pastel1")(len(packages) % 9))
+        axes.barh(-level, width, left=left, height=0.94, color=color, edgecolor="white", linewidth=0.8)
+        if width > 0.03:
+            times = f" × {call.times}" if call.times > 1 else ""
+            name = call.name.replace(".", ".\n") + times
+            text = axes.text(left + 0.002, -level, name, va="center", fontsize=7, clip_on=True)
+            text.set_clip_path(axes.patches[-1])
+        if level < depth:
+            for inner in merged(call.calls):
+                box(inner, left, level + 1)
+                left += inner.seconds / root.seconds
+
+    box(root, 0.0, 0)
+    for package, color in packages.items():
+        axes.barh(0, 0, color=color, label=package)
+    axes.legend(ncols=len(packages), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
+    axes.set(xlim=(0, 1), ylim=(-depth - 0.5, 0.5))
+    axes.axis("off")
+    pyplot.savefig(path, bbox_inches="tight")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("preset", nargs="?", default="lift_ppo")
     parser.add_argument("--files", action="store_true", help="list the files")
     parser.add_argument("--tree", action="store_true", help="print the calls")
+    parser.add_argument("--figure", type=Path, help="draw the calls, as PNG")
     options = parser.parse_args()
     torch.set_num_threads(1)
     root = trace_iteration(options.preset)
     entered = functions(root)
     path = {file: codes for file, codes in entered.items() if not file.startswith(ENVS)}
+    if options.figure:
+        draw(root, options.figure)
     if options.tree:
         print(root.name, *tree_lines(root, 1), sep="\n", end="\n\n")
     if options.files:
