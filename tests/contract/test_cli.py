@@ -483,7 +483,7 @@ def test_the_real_command_refuses_without_a_traceback(tmp_path: Path) -> None:
 def test_cuda_is_refused_where_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     message = refused_command(capsys, "train", *TINY, "--training.device", "cuda", "--run-dir", str(run_dir))
-    assert "training.device 'cuda' cannot be used here; use auto or cpu." in message
+    assert "training.device 'cuda' cannot be used here; use cpu." in message
     assert not run_dir.exists()
 
 

@@ -112,7 +112,7 @@ def action_entry(space: gym.Space[Any]) -> dict[str, Any]:
         "low": [float(x) if np.isfinite(x) else None for x in space.low.ravel()],
         "high": [float(x) if np.isfinite(x) else None for x in space.high.ravel()],
         "space_shape": shape,
-        "caller": "round to whole numbers" if integer else "nothing",
+        "caller": "round to integers" if integer else "nothing",
     }
 
 

@@ -22,7 +22,7 @@ from apexrl.core.system import files
 from apexrl.core.system.json_lines import read_json_lines
 from apexrl.experiments.jobs import Job, Report
 from apexrl.experiments.plots import plot_sweep
-from apexrl.experiments.sweep_file import Dimension, SweepFile, as_text, sweep_from
+from apexrl.experiments.sweep_file import Dimension, SweepFile, as_text, read_sweep, sweep_from
 from apexrl.run.loading import parse_yaml
 
 JOURNAL, SWEEP, BEST, RESULTS, PICTURE = "journal.jsonl", "sweep.yaml", "best.yaml", "sweep.json", "sweep.png"
@@ -160,7 +160,7 @@ class Sweep:
         if value is None:  # no other trial will have it
             raise ConfigError(
                 f"objective '{self.file.objective}' is no number of an evaluation or a log; known are "
-                f"{', '.join(sorted(known))}.{did_you_mean(self.file.objective, known)} Mend the file, and name "
+                f"{', '.join(sorted(known))}.{did_you_mean(self.file.objective, known)} Fix the file, and name "
                 "another directory with --dir."
             )
         scores = [*trial.user_attrs.get(SCORES, []), value]
@@ -212,6 +212,31 @@ class Sweep:
             return {}
         evaluator = optuna.importance.PedAnovaImportanceEvaluator()
         return optuna.importance.get_param_importances(self.study, evaluator=evaluator)
+
+
+def find_sweep(path: Path | None, resumed: Path | None, directory: Path | None) -> tuple[SweepFile, Path]:
+    """Return what is searched, and where: a sweep file, or the sweep of a directory to resume.
+
+    Args:
+        path: of the sweep file.
+        resumed: a directory that holds a sweep; one of ``path`` and ``resumed`` is None.
+        directory: of a sweep file; None for ``sweeps/<name of the file>``.
+    """
+    if (path is None) == (resumed is None):
+        raise ConfigError("Give a sweep file, or --resume and the directory of a sweep.")
+    if path is None:
+        assert resumed is not None
+        if directory is not None:
+            raise ConfigError(f"--resume {resumed} stays in its own directory; leave --dir out.")
+        stored = stored_sweep(resumed)
+        if stored is None:
+            raise RunDirError(f"{resumed} holds no sweep; name a directory that 'apexrl sweep' created.")
+        return stored, resumed
+    file, directory = read_sweep(path), directory or Path("sweeps") / path.stem
+    stored = stored_sweep(directory)
+    if stored is not None:
+        check_same(file, stored, directory)
+    return file, directory
 
 
 def stored_sweep(directory: Path) -> SweepFile | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,7 +75,7 @@ class SweepFile:
 
     def with_trials(self, trials: int) -> SweepFile:
         """Return the same search with another number of trials."""
-        return replace(self, trials=trials, given={**self.given, "trials": trials})
+        return sweep_from({**self.to_dict(), "trials": trials}, "--trials")
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, which ``sweep_from`` reads."""
@@ -175,7 +175,7 @@ def _scalar_problems(given: Mapping[str, Any]) -> list[str]:
     for name, most in (*MAX_COUNTS.items(), ("seed", 2**31)):
         value, least = given[name], 0 if name == "seed" else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            problems.append(f"{name} must be a whole number from {least} to {most}, got {value!r}.")
+            problems.append(f"{name} must be an integer from {least} to {most}, got {value!r}.")
     if not isinstance(given["objective"], str) or not given["objective"]:
         problems.append(
             f"objective must be return, success_rate or another number of an evaluation, or a metric such as "

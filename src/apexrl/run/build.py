@@ -193,13 +193,16 @@ def prepare_device(config: Config) -> torch.device:
     name = config.training.device
     if name == "auto":
         return distributed.own_device(find_device())
+    return usable_device(name, "training.device")
+
+
+def usable_device(name: str, field: str) -> torch.device:
+    """Return the device that a field names, or raise a ConfigError where it cannot be used."""
     try:
         device = torch.device(name)
         if name == "cuda":
             device = distributed.own_device(device)
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"training.device '{name}' cannot be used here; use auto or cpu. {str(error).splitlines()[0]}"
-        ) from error
+        raise ConfigError(f"{field} '{name}' cannot be used here; use cpu. {str(error).splitlines()[0]}") from error
     return device
