@@ -40,11 +40,7 @@ class Results:
 
 
 def with_task_options(config: Config, manifest: Manifest) -> Config:
-    """Return a configuration with the task as a manifest pins it.
-
-    Raises:
-        ConfigError: when the manifest is of another task, or an option is impossible.
-    """
+    """Return a configuration with the task as a manifest pins it."""
     if config.task.id != manifest.task:
         raise ConfigError(
             f"The manifest is of the task '{manifest.task}', the policy was trained on '{config.task.id}'. "
@@ -71,9 +67,8 @@ def evaluate_trained(
     try:
         if pinned.config != trained.config:
             _check_same_spaces(trained, env, manifest)
-        starts = manifest.starts(env)
         policy = trained.policy.to(device)
-        return evaluate(env, policy, starts, events=trained.events, on_progress=on_progress)
+        return evaluate(env, policy, manifest.starts(env), events=trained.events, on_progress=on_progress)
     finally:
         env.close()
 
@@ -94,12 +89,7 @@ def results_record(
 ) -> dict[str, Any]:
     """Return what a file of results holds; plain values, null for what is not known.
 
-    Args:
-        trained: what was evaluated.
-        manifest: on which episodes.
-        result: what came out.
-        command: that repeats it.
-        **how: further facts about the run, such as the number of environments; none changes a number on a CPU.
+    ``how`` are further facts about the run, such as the number of environments; none changes a number on a CPU.
     """
     return {
         "version": RESULTS_VERSION,
@@ -133,18 +123,11 @@ def episode_rows(manifest: Manifest, result: EvaluationResult) -> list[dict[str,
 
 
 def read_results(path: Path) -> Results:
-    """Read a file that ``apexrl eval --manifest … --output`` wrote.
-
-    Raises:
-        ConfigError: when it is none.
-    """
+    """Read a file that ``apexrl eval --manifest … --output`` wrote."""
     raw = read_json(path, "file of results")
     rows, checkpoint = raw.get("episodes"), dict_or_empty(raw.get("checkpoint"))
-    if (
-        raw.get("version") != RESULTS_VERSION
-        or not isinstance(raw.get("manifest_hash"), str)
-        or not isinstance(rows, list)
-    ):
+    is_known = raw.get("version") == RESULTS_VERSION and isinstance(raw.get("manifest_hash"), str)
+    if not is_known or not isinstance(rows, list):
         raise ConfigError(
             f"{path} is not a file of results of version {RESULTS_VERSION}; "
             "'apexrl eval RUN_DIR --manifest FILE --output FILE' writes one."

@@ -66,16 +66,24 @@ class Log:
     """Name in ``metrics.jsonl`` -> one value a line, NaN where a line does not have it."""
     evaluations: list[LoggedEvaluation]
 
-    def trained(self, name: str) -> dict[float, float]:
-        """Return environment steps -> what training saw, in order; of two lines at one step the later."""
-        steps, values = (self.columns.get(column, np.empty(0)) for column in ("total_steps", name))
-        known = [pair for pair in zip(steps.tolist(), values.tolist(), strict=False) if not any(map(math.isnan, pair))]
+    def trained(self, name: str, axis: str = "total_steps") -> dict[float, float]:
+        """Return steps, or iterations -> what training saw, in order; of two lines at one place the later."""
+        places, values = (self.columns.get(column, np.empty(0)) for column in (axis, name))
+        known = [pair for pair in zip(places.tolist(), values.tolist(), strict=False) if not any(map(math.isnan, pair))]
         return dict(sorted(dict(known).items()))
 
-    def evaluated(self, name: str) -> dict[int, Estimate]:
-        """Return environment steps -> what evaluations gave, in order; of two at one step the later."""
-        known = {entry.step: entry.fields[name] for entry in self.evaluations if name in entry.fields}
-        return dict(sorted(known.items()))
+    def evaluated(self, name: str, axis: str = "total_steps") -> dict[int, Estimate]:
+        """Return steps, or iterations -> what evaluations gave, in order; of two at one place the later."""
+        known = [entry for entry in self.evaluations if name in entry.fields]
+        places = {entry.step if axis == "total_steps" else entry.iteration: entry.fields[name] for entry in known}
+        return dict(sorted(places.items()))
+
+
+def error_bars(estimates: Iterable[Estimate]) -> list[list[float]]:
+    """Return how far intervals reach below their means, and how far above."""
+    found = list(estimates)
+    below, above = [entry.mean - entry.low for entry in found], [entry.high - entry.mean for entry in found]
+    return [[max(0.0, value) for value in values] for values in (below, above)]
 
 
 class Damage:

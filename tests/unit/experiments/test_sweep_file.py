@@ -82,7 +82,7 @@ SPACE = "algo.learning_rate"
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"preset": None}, ["preset must be text, got None"]),
+        ({"preset": None}, ["preset must be a string, got None"]),
         ({"preset": "cartpole"}, ["Unknown preset 'cartpole'", "Did you mean 'cartpole_ppo'?"]),
         ({"config": "x.yaml"}, ["give one of preset", "and config"]),
         ({"trails": 3}, ["Unknown field 'trails'", "Did you mean 'trials'?"]),
