@@ -518,14 +518,14 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest
     file.write_text("precious")
     assert f"--run-dir {file} is a file" in refused_command(capsys, "train", *TINY, "--run-dir", str(file))
     message = refused_command(capsys, "train", *TINY, "--run-dir", str(file / "below" / "run"))
-    assert f"--run-dir {file}/below/run cannot be made" in message
+    assert f"--run-dir {file}/below/run cannot be created" in message
     assert file.read_text() == "precious"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_without_permission_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tmp_path.chmod(0o500)
-    assert "cannot be made" in refused_command(capsys, "train", *TINY, "--run-dir", str(tmp_path / "run"))
+    assert "cannot be created" in refused_command(capsys, "train", *TINY, "--run-dir", str(tmp_path / "run"))
 
 
 def test_the_default_directory_may_be_impossible_too(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apexrl.core.errors import ConfigError
+from apexrl.core.errors import ConfigError, plural
 from apexrl.core.functional.intervals import mcnemar_test, mean_interval, paired_rate_interval, sign_flip_test
 from apexrl.core.result import EvaluationResult
 from apexrl.core.types import EPISODE_ID, TASK_ID
@@ -20,21 +20,18 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Difference:
-    """One field of paired episodes, B against A."""
+    """One field of paired episodes, B against A: the means of A, of B, and of B − A over the pairs."""
 
     a: float
-    """Mean of A."""
     b: float
-    """Mean of B."""
     difference: float
-    """Mean of B − A over the pairs."""
     interval: tuple[float, float]
     """95 %, of the difference: Student's t over pairs (NaN for one), of a rate Tango's score interval."""
     p_value: float
     """Of the exact test that there is no difference."""
     test: str
     only_a: int | None = None
-    """Of a rate: pairs in which A alone succeeded."""
+    """Of a rate: pairs in which A alone succeeded; ``only_b``: B alone."""
     only_b: int | None = None
 
     @property
@@ -69,7 +66,7 @@ class Comparison:
 
     def verdict(self) -> str:
         """Say in a sentence whether the difference is statistically significant."""
-        pairs = f"{self.num_pairs} paired episode{'s' if self.num_pairs > 1 else ''}"
+        pairs = plural(self.num_pairs, "paired episode")
         if not self.significant:
             if all(entry.is_none for entry in self.fields.values()):
                 return f"No significant difference: A and B did the same in each of {pairs}."

@@ -47,7 +47,7 @@ def evaluate(
 
     Args:
         env: environments for this evaluation alone.
-        policy: evaluated as it is, normalisers frozen.
+        policy: its normalisers are frozen.
         starts: the number of episodes, or where each of them starts: a seed, of a suite an initial state.
         deterministic: take the mode of the action distribution instead of sampling.
         seed: of a number of episodes: of the environments, and of sampling, which draw from separate streams.
@@ -72,11 +72,10 @@ def evaluate(
     try:
         with evaluation_mode(policy, spawn_seed(seed, POLICY)):
             actor = make_actor(policy, env.device, deterministic=deterministic)
-            groups = (
-                _of_each(runner, actor, starts, seed, deterministic)
-                if isinstance(starts, int)
-                else _from_starts(runner, actor, starts)
-            )
+            if isinstance(starts, int):
+                groups = _of_each(runner, actor, starts, seed, deterministic)
+            else:
+                groups = _from_starts(runner, actor, starts)
             for group in groups:
                 _run_group(runner, policy, group, counted, rows, max_steps, on_progress)
     finally:

@@ -40,14 +40,10 @@ def make_trainer(
     init_from: str = "",
     lock: DirectoryLock | None = None,
 ) -> Trainer:
-    """Make environment, policy, algorithm and trainer for a configuration.
+    """Create environment, policy, algorithm and trainer for a configuration.
 
-    Args:
-        config: of the run.
-        run_dir: of the run.
-        loggers: where the numbers go.
-        init_from: a run directory or checkpoint with the first weights of the policy; empty draws them.
-        lock: of the run directory, which the trainer gives back.
+    ``init_from`` is a run directory or checkpoint with the first weights of the policy; when empty they are random.
+    The trainer gives the ``lock`` of the run directory back.
     """
     device = prepare_device(config)
     whole = decided(config, device)
@@ -143,10 +139,7 @@ def _own_share(config: Config) -> Config:
         return config
     algo: Any = config.algo
     if config.algorithm.shared_fields is None:
-        raise ConfigError(
-            f"algo.name {algo.name} learns in one process, not in {distributed.world_size()}; start it without "
-            "torchrun."
-        )
+        raise ConfigError(f"algo.name {algo.name} learns in one process; start it without torchrun.")
     for name, share in config.algorithm.shared_fields.items():
         if getattr(algo, name) is not None:
             algo = replace(algo, **{name: share(getattr(algo, name), f"algo.{name}")})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,13 +150,7 @@ def columns(
 
 def evaluations(records: Iterable[Mapping[str, Any]], damage: Damage) -> list[LoggedEvaluation]:
     """Return the evaluations of a file; one without a step has no place on the page."""
-    found = []
-    for record in records:
-        if is_count(record.get("step")):
-            found.append(evaluation(record, damage))
-        else:
-            damage.add("step", COUNT, record.get("step"))
-    return found
+    return [evaluation(record, damage) for record in _placed(records, "step", damage)]
 
 
 def evaluation(record: Mapping[str, Any], damage: Damage) -> LoggedEvaluation:
@@ -181,14 +175,20 @@ def evaluation(record: Mapping[str, Any], damage: Damage) -> LoggedEvaluation:
 def starts(records: Iterable[Mapping[str, Any]], damage: Damage) -> list[Start]:
     """Return when, from where and with what a run was started; a line without an iteration has no place."""
     found = []
-    for record in records:
-        if is_count(record.get("iteration")):
-            machine = ", ".join(filter(None, (text(record.get("machine")), text(record.get("platform")))))
-            commit, versions = text(record.get("commit")), text(record.get("versions"))
-            found.append(Start(text(record.get("time")), record["iteration"], commit, machine, versions))
-        else:
-            damage.add("iteration", COUNT, record.get("iteration"))
+    for record in _placed(records, "iteration", damage):
+        machine = ", ".join(filter(None, (text(record.get("machine")), text(record.get("platform")))))
+        commit, versions = text(record.get("commit")), text(record.get("versions"))
+        found.append(Start(text(record.get("time")), record["iteration"], commit, machine, versions))
     return found
+
+
+def _placed(records: Iterable[Mapping[str, Any]], place: str, damage: Damage) -> Iterator[Mapping[str, Any]]:
+    """Yield the records that say where in training they belong."""
+    for record in records:
+        if is_count(record.get(place)):
+            yield record
+        else:
+            damage.add(place, COUNT, record.get(place))
 
 
 def text(value: Any) -> str:
@@ -201,10 +201,9 @@ def text(value: Any) -> str:
 def _logged_interval(record: Mapping[str, Any], name: str, damage: Damage) -> tuple[float, float] | None:
     key = f"{name}_interval"
     bounds = record.get(key)
-    if bounds is None:
-        return None
     if not isinstance(bounds, list) or len(bounds) != 2:
-        damage.add(key, "two numbers", bounds)
+        if bounds is not None:
+            damage.add(key, "two numbers", bounds)
         return None
     low, high = (_number_or_none(bound, key, damage, is_rate=name in _RATES) for bound in bounds)
     return None if low is None or high is None else (low, high)
@@ -255,5 +254,5 @@ def _is_bounded_number(value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is a whole number of things, and one that floating-point numbers hold exactly."""
+    """Whether a value is an integer of at least 0 that floating-point numbers hold exactly."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53

@@ -45,9 +45,6 @@ class TrainedPolicy:
             per_task: successes wanted.
             start: number of the training state to begin with.
             num_workers: processes that simulate.
-
-        Raises:
-            ConfigError: when the policy is of no suite, or of one with other observations or actions.
         """
         task = self.config.task
         env = task.make_env_on(suite, self.device, num_workers)
