@@ -35,7 +35,12 @@ def run_train(options: argparse.Namespace, overrides: Overrides) -> int:
         run_dir = options.resume
         if source is not None:
             # The run directory says what is trained; a preset beside it is allowed when it names the same task.
-            _check_same_run(load_config(source, overrides), source, run_dir)
+            asked, stored = load_config(source, overrides), run.resumed_config(run_dir)
+            if (asked.task.id, asked.algo.name) != (stored.task.id, stored.algo.name):
+                raise ConfigError(
+                    f"--resume {run_dir} trains {stored.task.id} with {stored.algo.name}, but '{source}' is "
+                    f"{asked.task.id} with {asked.algo.name}; leave '{source}' out."
+                )
         trainer = run.resume(run_dir, overrides, [console])
         console.message(f"Resumed {run_dir} at iteration {trainer.iteration}, step {trainer.total_steps:,}.")
     else:
@@ -70,15 +75,6 @@ def _train_seeds(options: argparse.Namespace, source: str | None, overrides: Ove
     if source is not None:
         raise ConfigError(f"--resume {options.resume} knows what its seeds train; leave '{source}' out.")
     return resume_seeds(options.resume, options.seeds, overrides, num_jobs)
-
-
-def _check_same_run(asked: Config, source: str, run_dir: Path) -> None:
-    stored = run.resumed_config(run_dir)
-    if (asked.task.id, asked.algo.name) != (stored.task.id, stored.algo.name):
-        raise ConfigError(
-            f"--resume {run_dir} trains {stored.task.id} with {stored.algo.name}, but '{source}' is {asked.task.id} "
-            f"with {asked.algo.name}; leave '{source}' out."
-        )
 
 
 def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:

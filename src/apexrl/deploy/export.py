@@ -115,10 +115,14 @@ def export_policy(source: Path, output: Path | None = None, formats: Sequence[st
     """
     _check_formats(formats)
     trained = trained_policy.load_trained(source)
-    origin = _origin(trained, source)
+    config, task, content = trained.config, trained.config.task.card(source), checkpoint.load(trained.checkpoint)
+    origin = {"name": trained.checkpoint.name} | {name: content[name] for name in ("iteration", "total_steps")}
+    about = {"algorithm": config.algo.name, "policy": config.policy.kind, "task": task, "checkpoint": origin}
+    if output is None:
+        directory = source if source.is_dir() else source.parent
+        output = (directory.parent if directory.name == "checkpoints" else directory) / "export"
     with contextlib.closing(trained.make_env(NUM_ENVS)) as env:
-        about = {**origin, "control": control(env)}
-        return write_policy(trained.policy, env, output or _default_output(source), formats, about=about)
+        return write_policy(trained.policy, env, output, formats, about={**about, "control": control(env)})
 
 
 def write_policy(
@@ -244,11 +248,6 @@ def _check_formats(formats: Sequence[str]) -> None:
         )
 
 
-def _default_output(source: Path) -> Path:
-    directory = source if source.is_dir() else source.parent
-    return (directory.parent if directory.name == "checkpoints" else directory) / "export"
-
-
 @contextlib.contextmanager
 def _staging(directory: Path) -> Iterator[Path]:
     """Give a directory inside ``directory`` for unfinished files, and leave nothing of it behind."""
@@ -331,9 +330,3 @@ def _observations(model: DeployedPolicy, step: TensorDict) -> list[Tensor]:
     """Return the tensors ``[N, ...]`` of a recorded step that the model takes."""
     found = leaves(step[OBSERVATION])
     return [found[path] for path in model.paths]
-
-
-def _origin(trained: trained_policy.TrainedPolicy, source: Path) -> dict[str, Any]:
-    config, task, content = trained.config, trained.config.task.card(source), checkpoint.load(trained.checkpoint)
-    origin = {"name": trained.checkpoint.name} | {name: content[name] for name in ("iteration", "total_steps")}
-    return {"algorithm": config.algo.name, "policy": config.policy.kind, "task": task, "checkpoint": origin}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -63,25 +64,17 @@ def evaluate_trained(
         ConfigError: when the manifest is of another task, or its options give other observations or actions.
     """
     pinned = replace(trained, config=with_task_options(trained.config, manifest), device=torch.device(device))
-    env = pinned.make_env(group_size(len(manifest.episodes), num_envs))
-    try:
+    with contextlib.closing(pinned.make_env(group_size(len(manifest.episodes), num_envs))) as env:
         if pinned.config != trained.config:
-            _check_same_spaces(trained, env, manifest)
+            with contextlib.closing(trained.make_env(1)) as own:
+                is_same = (own.observation_space, own.action_space) == (env.observation_space, env.action_space)
+            if not is_same:
+                raise ConfigError(
+                    f"The options of the manifest, {dict(manifest.options)}, give other observations or actions than "
+                    f"{trained.config.task.options}, with which the policy was trained. Use a manifest that fits it."
+                )
         policy = trained.policy.to(device)
         return evaluate(env, policy, manifest.starts(env), events=trained.events, on_progress=on_progress)
-    finally:
-        env.close()
-
-
-def _check_same_spaces(trained: TrainedPolicy, env: Any, manifest: Manifest) -> None:
-    own = trained.make_env(1)
-    spaces = [(one.observation_space, one.action_space) for one in (own, env)]
-    own.close()
-    if spaces[0] != spaces[1]:
-        raise ConfigError(
-            f"The options of the manifest, {dict(manifest.options)}, give other observations or actions than "
-            f"{trained.config.task.options}, with which the policy was trained. Use a manifest that fits it."
-        )
 
 
 def results_record(

@@ -53,8 +53,9 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit) and config.records_demos
         is_kept = stopped or (run_dir / IMITATION).exists()
-        if distributed.is_main_process() and not is_kept:
-            _clear(run_dir)
+        if distributed.is_main_process() and not is_kept:  # what was written into a directory that was empty
+            for path in run_dir.iterdir():
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
         lock.release()
         if distributed.is_main_process() and made and not is_kept:
             with contextlib.suppress(OSError):  # another process may still be leaving; it must not hide what went wrong
@@ -89,12 +90,6 @@ def _joined(config: Config) -> Config:
     device = prepare_device(config)
     distributed.join_ranks(device)
     return decided(config, device)
-
-
-def _clear(run_dir: Path) -> None:
-    """Delete what a failed start wrote into a directory that was empty."""
-    for path in run_dir.iterdir():
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
 def new_run_dir(name: str) -> Path:
@@ -225,7 +220,10 @@ def file_loggers(config: Config, run_dir: Path) -> list[Logger]:
         return []
     loggers: list[Logger] = [JsonlLogger(run_dir / "metrics.jsonl")]
     if (mode := config.logging.wandb) != "disabled":
-        project, name, run_id = config.logging.wandb_project, run_dir.resolve().name, _wandb_id(run_dir)
+        path = run_dir / "wandb_id.txt"
+        if not path.exists():  # the id stays with the run directory, and no other run has it
+            path.write_text(uuid.uuid4().hex[:12])
+        project, name, run_id = config.logging.wandb_project, run_dir.resolve().name, path.read_text().strip()
         options = config.to_dict()
         loggers.append(WandbLogger(run_dir, project=project, mode=mode, run_id=run_id, name=name, config=options))
     if config.logging.tensorboard:
@@ -243,18 +241,12 @@ def claim(run_dir: Path) -> Path:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunDirError(f"--run-dir {run_dir} cannot be created: {error.strerror}; name another directory.") from error
+        raise RunDirError(
+            f"--run-dir {run_dir} cannot be created: {error.strerror}; name another directory."
+        ) from error
     if not os.access(run_dir, os.W_OK):
         raise RunDirError(f"--run-dir {run_dir} cannot be written; name another directory.")
     return run_dir
-
-
-def _wandb_id(run_dir: Path) -> str:
-    """Return an id that stays with the run directory and that no other run has."""
-    path = run_dir / "wandb_id.txt"
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12])
-    return path.read_text().strip()
 
 
 def _write_config(run_dir: Path, config: Config) -> None:

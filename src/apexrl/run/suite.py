@@ -334,12 +334,10 @@ def begin_statistics(stats: RolloutStats, run_dir: Path, first_path: Path) -> No
 
 def _of_processes_that_are_no_more(run_dir: Path) -> list[Path]:
     """Return this process's share of the statistics that more processes left than there are now."""
-    count, found = distributed.world_size(), []
-    for path in sorted(run_dir.glob(f"process_*/{ROLLOUT_STATS}")):
-        number = path.parent.name.removeprefix("process_")
-        if number.isdecimal() and int(number) >= count and int(number) % count == distributed.rank():
-            found.append(path)
-    return found
+    count, paths = distributed.world_size(), run_dir.glob(f"process_*/{ROLLOUT_STATS}")
+    numbers = {path: path.parent.name.removeprefix("process_") for path in sorted(paths)}
+    known = {path: int(number) for path, number in numbers.items() if number.isdecimal()}
+    return [path for path, number in known.items() if number >= count and number % count == distributed.rank()]
 
 
 class SuiteResults(Logger):
@@ -349,7 +347,7 @@ class SuiteResults(Logger):
         self.run_dir = run_dir
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Write it anew, from the evaluations that the run has recorded."""
+        """Write it again, from the evaluations that the run has recorded."""
         if "eval/return" in values:
             write_json(self.run_dir / METRICS_FILE, suite_evaluations(self.run_dir))
 
@@ -385,12 +383,10 @@ def write_final_results(run_dir: Path, iteration: int, environment_steps: int, o
         "total_steps": iteration,
         "environment_steps": environment_steps,
         "optimizer_steps": optimizer_steps,
-        "training_metrics": [_as_training_step(line) for line in read_json_lines(run_dir / "metrics.jsonl")],
+        "training_metrics": [
+            {**line, "total_steps": line.get("iteration"), "environment_steps": line.get("total_steps")}
+            for line in read_json_lines(run_dir / "metrics.jsonl")
+        ],
         "evaluations": found,
     }
     return write_json(run_dir / FINAL_RESULTS, content)
-
-
-def _as_training_step(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of ``metrics.jsonl``, where ``total_steps`` counts environment steps, with the results' names."""
-    return {**line, "total_steps": line.get("iteration"), "environment_steps": line.get("total_steps")}
