@@ -141,9 +141,7 @@ def _show_line(label: str, entry: Difference) -> None:
 
 def _command(options: argparse.Namespace, a: Results, b: Results) -> str:
     """Return what repeats it, with checkpoints in the place of run directories, whose newest one may change."""
-    words = ["apexrl", "compare"]
-    words += [str(path) if path.suffix == ".json" else side.name for path, side in ((options.a, a), (options.b, b))]
-    for name in ("manifest", "episodes", "seed", "device"):
-        if (value := getattr(options, name)) is not None:
-            words += [f"--{name}", str(value)]
-    return shlex.join(words)
+    sides = [str(path) if path.suffix == ".json" else side.name for path, side in ((options.a, a), (options.b, b))]
+    given = {name: getattr(options, name) for name in ("manifest", "episodes", "seed", "device")}
+    more = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    return shlex.join(["apexrl", "compare", *sides, *more])

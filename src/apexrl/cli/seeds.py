@@ -161,55 +161,39 @@ def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-class JobDisplay:
+class JobDisplay(Progress):
     """Shows jobs that run at once: a bar each on a terminal, elsewhere a line every few seconds."""
 
     def __init__(self, seconds_between_lines: float = 5.0) -> None:
-        self.console = Console()
+        texts = ("{task.description}", "{task.percentage:>3.0f}%", "{task.fields[status]}")
+        name, share, status = map(TextColumn, texts)
+        console, columns = Console(), (name, BarColumn(bar_width=24), share, status, TimeRemainingColumn())
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.seconds_between_lines = seconds_between_lines
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[status]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-            transient=True,
-            disable=not self.console.is_terminal,
-        )
-        self.tasks: dict[Path, TaskID] = {}
+        self.bars: dict[Path, TaskID] = {}
         self.last_line: dict[Path, float] = {}
-
-    def __enter__(self) -> JobDisplay:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
 
     def show(self, report: jobs.Report, label: str) -> None:
         """Show a report of a job that is called ``label``."""
         key, values = report.job.run_dir, report.values
         if report.kind == "progress":
             status = _status(values)
-            if key not in self.tasks:
-                self.tasks[key] = self.bar.add_task(label, total=1.0, status=status)
+            if key not in self.bars:
+                self.bars[key] = self.add_task(label, total=1.0, status=status)
                 self.last_line[key] = time.monotonic()
-            self.bar.update(self.tasks[key], completed=values["done"], status=status)
+            self.update(self.bars[key], completed=values["done"], status=status)
             if not self.console.is_terminal and time.monotonic() - self.last_line[key] >= self.seconds_between_lines:
                 self.last_line[key] = time.monotonic()
                 self.line(f"{label}: {values['done']:.0%}  {status}")
         elif report.kind != "evaluation":
-            if key in self.tasks:
-                self.bar.remove_task(self.tasks.pop(key))
-            if report.kind == "done":
-                self.line(f"{label}: {_result(values)}")
-            else:
-                self.line(f"{label}: {report.kind}{': ' * ('error' in values)}{values.get('error', '')}")
+            if key in self.bars:
+                self.remove_task(self.bars.pop(key))
+            error = f": {values['error']}" if "error" in values else ""
+            self.line(f"{label}: {_result(values) if report.kind == 'done' else report.kind + error}")
 
     def line(self, text: str) -> None:
         """Print a line above the bars."""
-        self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _status(values: Mapping[str, Any]) -> str:

@@ -61,10 +61,7 @@ class DeployedPolicy(nn.Module):
     bounds, and the next recurrent state. The environments of the package clip actions as well, so in them the
     clipping changes nothing.
 
-    Args:
-        policy: in evaluation mode; its normaliser is part of the function.
-        action_space: of one environment.
-        obs: an example ``[B, ...]``.
+    The policy is in evaluation mode, and its normaliser part of the function; ``obs`` is an example ``[B, ...]``.
     """
 
     low: Tensor
@@ -135,12 +132,7 @@ def write_policy(
 ) -> Exported:
     """Write any policy as files for deployment; they are tried on the environment before they get their names.
 
-    Args:
-        policy: stays as it is.
-        env: of the policy's task; it is reset.
-        directory: created when it is not there.
-        formats: of ``onnx`` and ``torchscript``.
-        about: what the card says besides; plain values.
+    ``about`` is what the card says besides: plain values. The environment is reset.
 
     Raises:
         ExportError: when a package is missing, the policy needs privileged observations, or a file acts differently.

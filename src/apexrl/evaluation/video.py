@@ -19,13 +19,7 @@ def record_video(
 ) -> Path:
     """Play deterministic episodes in environment 0, one after another, and write its images as an MP4 file.
 
-    Args:
-        env: only its first environment is rendered.
-        policy: acts with the mode of its distribution.
-        path: of the file.
-        seed: of the environments, and of what the policy samples.
-        num_episodes: in the video.
-        fps: frames per second; None for real time.
+    The policy acts with the mode of its distribution. ``fps`` are frames per second; None for real time.
     """
     import imageio.v2 as imageio
 
@@ -33,8 +27,7 @@ def record_video(
     temporary = path.with_suffix(".part.mp4")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.touch()  # ffmpeg would fail with a page of text
-        temporary.unlink()
+        temporary.touch()  # where it cannot be written, ffmpeg would fail with a page of text
     except OSError as error:
         raise RunDirError(f"{path} cannot be written: {error.strerror}. Name another place.") from error
     writer: Any

@@ -1,4 +1,4 @@
-"""Trainings in processes of their own, several at once, that tell what they do and stop when they are asked to."""
+"""Runs in processes of their own, several at once, that report their progress and stop on request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECONDS_FOR_OLD_OWNER = 20.0
 
 @dataclass(frozen=True)
 class Job:
-    """A training: new, or gone on with when its directory has a run."""
+    """A run: new, or resumed when its directory has one."""
 
     config: Mapping[str, Any]
     """The whole configuration as plain values."""
@@ -63,7 +63,7 @@ def run_jobs(
 
     Args:
         next_job: called whenever a process is free; None when nothing can start now.
-        on_report: called with every report; returns whether the job goes on, which counts after an evaluation.
+        on_report: called with every report; returns whether the job continues, which counts after an evaluation.
         num_jobs: processes at once.
 
     Returns:
@@ -77,10 +77,11 @@ def run_jobs(
                 return stop()
             if (number := stop()) is not None:
                 processes.ask_to_stop(at_once=number == signal.SIGTERM)
-            for report in processes.reports(timeout=0.5):
+            for connection, report in processes.reports(timeout=0.5):
                 goes_on = on_report(report)
                 if report.kind == "evaluation":
-                    processes.answer(report.job, goes_on)
+                    with suppress(OSError):  # it has ended meanwhile
+                        connection.send(goes_on)
 
 
 class _Processes:
@@ -111,8 +112,8 @@ class _Processes:
         theirs.close()  # so that the pipe ends with the process
         self.running[own] = (job, process)
 
-    def reports(self, timeout: float) -> Iterator[Report]:
-        """Yield what the processes have told by now."""
+    def reports(self, timeout: float) -> Iterator[tuple[Connection, Report]]:
+        """Yield what the processes have told by now, and the pipe to answer."""
         for connection in wait(list(self.running), timeout):
             assert isinstance(connection, Connection)
             job, process = self.running[connection]
@@ -125,14 +126,7 @@ class _Processes:
                 del self.running[connection]
                 process.join()
                 connection.close()
-            yield Report(job, kind, values)
-
-    def answer(self, job: Job, goes_on: bool) -> None:
-        """Tell a process that waits after an evaluation whether to go on."""
-        for connection, (other, _) in self.running.items():
-            if other is job:
-                with suppress(OSError):
-                    connection.send(goes_on)
+            yield connection, Report(job, kind, values)
 
     def ask_to_stop(self, *, at_once: bool) -> None:
         """Ask every process, once, to save and leave: at the end of its iteration, or at once."""

@@ -22,12 +22,7 @@ _LOGGED = ("total_steps", *(name for _, name, _ in _PANELS))
 
 def plot_runs(run_dirs: Sequence[Path], path: Path, tell: Callable[[str], None]) -> Path:
     """Draw learning curves: of a run training as a line and evaluations as points with intervals; of several seeds
-    their interquartile mean with its interval, and each seed faintly.
-
-    Args:
-        run_dirs: runs, and directories of seeds.
-        path: of the image.
-        tell: gets a sentence about everything that is damaged, and left out.
+    their interquartile mean with its interval, and each seed faintly. ``tell`` gets a sentence about what is damaged.
     """
     if path.suffix not in (".png", ".pdf", ".svg"):
         raise ConfigError(f"--output {path} must end in .png, .pdf or .svg.")

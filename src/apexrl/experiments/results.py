@@ -18,7 +18,6 @@ from apexrl.core.system.provenance import provenance
 from apexrl.core.types import EPISODE_ID, TASK_ID, TRUNCATED
 from apexrl.evaluation.evaluate import EvaluationResult, evaluate, group_size
 from apexrl.evaluation.manifest import Manifest, dict_or_empty, read_json
-from apexrl.run.config import Config
 from apexrl.run.trained_policy import TrainedPolicy
 
 RESULTS_VERSION = 1
@@ -40,16 +39,6 @@ class Results:
     result: EvaluationResult
 
 
-def with_task_options(config: Config, manifest: Manifest) -> Config:
-    """Return a configuration with the task as a manifest pins it."""
-    if config.task.id != manifest.task:
-        raise ConfigError(
-            f"The manifest is of the task '{manifest.task}', the policy was trained on '{config.task.id}'. "
-            f"Write one for it: apexrl manifest {config.task.id} --output FILE."
-        )
-    return replace(config, task=config.task.with_options(manifest.options))
-
-
 def evaluate_trained(
     trained: TrainedPolicy,
     manifest: Manifest,
@@ -63,9 +52,16 @@ def evaluate_trained(
     Raises:
         ConfigError: when the manifest is of another task, or its options give other observations or actions.
     """
-    pinned = replace(trained, config=with_task_options(trained.config, manifest), device=torch.device(device))
+    config = trained.config
+    if config.task.id != manifest.task:
+        raise ConfigError(
+            f"The manifest is of the task '{manifest.task}', the policy was trained on '{config.task.id}'. "
+            f"Write one for it: apexrl manifest {config.task.id} --output FILE."
+        )
+    config = replace(config, task=config.task.with_options(manifest.options))
+    pinned = replace(trained, config=config, device=torch.device(device))
     with contextlib.closing(pinned.make_env(group_size(len(manifest.episodes), num_envs))) as env:
-        if pinned.config != trained.config:
+        if config != trained.config:
             with contextlib.closing(trained.make_env(1)) as own:
                 is_same = (own.observation_space, own.action_space) == (env.observation_space, env.action_space)
             if not is_same:

@@ -208,13 +208,7 @@ class Sweep:
 
 
 def find_sweep(path: Path | None, resumed: Path | None, directory: Path | None) -> tuple[SweepFile, Path]:
-    """Return what is searched, and where: a sweep file, or the sweep of a directory to resume.
-
-    Args:
-        path: of the sweep file.
-        resumed: a directory that holds a sweep; one of ``path`` and ``resumed`` is None.
-        directory: of a sweep file; None for ``sweeps/<name of the file>``.
-    """
+    """Return what is searched, and where: the sweep file ``path``, or the sweep of the directory ``resumed``."""
     if (path is None) == (resumed is None):
         raise ConfigError("Give a sweep file, or --resume and the directory of a sweep.")
     if path is None:

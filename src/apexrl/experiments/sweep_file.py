@@ -225,11 +225,8 @@ def _kind(name: Any) -> str | None:
     section, _, key = str(name).partition(".")
     if section == "task" and key.startswith("kwargs."):
         return ""
-    for cls in CONFIG_SECTIONS.get(section, ()):
-        for entry in fields(cls):
-            if entry.name == key:
-                return str(entry.type)
-    return None
+    every = (entry for cls in CONFIG_SECTIONS.get(section, ()) for entry in fields(cls))
+    return next((str(entry.type) for entry in every if entry.name == key), None)
 
 
 def _impossible_values(sweep: SweepFile) -> Iterable[str]:

@@ -56,8 +56,8 @@ def make_trainer(
     env = task.make_env(device, 1 if training.collector == "ray" else None)
     policy = make_policy(config.policy, env, device, config.algo)
     if init_from:
-        # Before the algorithm is made, which may copy weights from one network to another.
-        _start_from(policy, Path(init_from), env)
+        # Before the algorithm is created, which may copy weights from one network to another.
+        _load_weights(policy, Path(init_from), env)
     precision: Any = features.precision
     acceleration = Acceleration(graphs=features.graphs, compile=bool(features.compile), precision=precision)
     acceleration.apply()
@@ -157,8 +157,7 @@ def load_content(source: Path) -> tuple[Path, dict[str, Any]]:
     return path, content
 
 
-def _start_from(policy: Policy, source: Path, env: VecEnv) -> None:
-    """Give a policy the weights of a checkpoint."""
+def _load_weights(policy: Policy, source: Path, env: VecEnv) -> None:
     try:
         path, content = load_content(source)
         checkpoint.load_module(policy, with_adapters(policy, content["policy"]), path)
@@ -171,12 +170,11 @@ def _start_from(policy: Policy, source: Path, env: VecEnv) -> None:
 def make_policy(
     cfg: PolicyConfig | VLAConfig, env: VecEnv, device: torch.device, algo: AlgorithmConfig | None = None
 ) -> Policy:
-    """Make the policy of a configuration for an environment's spaces; for PPO when no algorithm is given."""
+    """Create the policy of a configuration for an environment's spaces; for PPO when no algorithm is given."""
     algo = algo or PPOConfig()
     algorithm = ALGORITHMS[algo.name][0]
-    needs_value = VALUE in algorithm.required_keys
-    made = algorithm.policies[cfg.kind].from_config(cfg, env, algorithm.critic_options(algo), needs_value=needs_value)
-    return made.to(device)
+    kind, needs_value = algorithm.policies[cfg.kind], VALUE in algorithm.required_keys
+    return kind.from_config(cfg, env, algorithm.critic_options(algo), needs_value=needs_value).to(device)
 
 
 def prepare_device(config: Config) -> torch.device:

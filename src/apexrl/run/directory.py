@@ -36,11 +36,7 @@ FIXED_FIELDS = ("training.seed", "training.init_from")
 def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), *, name: str = "run") -> Trainer:
     """Create a trainer in a new run directory, which gets the whole configuration.
 
-    Args:
-        config: of the run.
-        run_dir: a directory that is empty or not there yet; None creates ``runs/<name>-<time>``.
-        loggers: besides the files of the run.
-        name: used when ``run_dir`` is None.
+    ``run_dir`` is empty or not there yet; None creates ``runs/<name>-<time>``. ``loggers`` are besides its files.
     """
     config = _joined(config)
     made = run_dir is None or not run_dir.exists()

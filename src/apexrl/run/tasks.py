@@ -74,8 +74,8 @@ class TaskConfig:
         for name, value in self.kwargs.items():
             if not _is_plain(value):
                 raise ConfigError(
-                    f"task.kwargs.{name} must be text, a number, a list or a mapping of these, got {value!r}; "
-                    "quote it to make it text."
+                    f"task.kwargs.{name} must be a string, a number, a list or a mapping of these, got {value!r}; "
+                    "quote it to make it a string."
                 )
 
     def check(self, config: Config) -> None:
@@ -120,15 +120,9 @@ class TaskConfig:
         if training.collector == "sync":
             return SyncCollector(env, acting, keep=keep, seed=seed, acceleration=acceleration)
         if training.collector == "async":
-            return AsyncCollector(
-                env,
-                acting,
-                keep=keep,
-                seed=seed,
-                max_staleness=training.max_staleness,
-                step_timeout=training.step_timeout,
-                acceleration=acceleration,
-            )
+            staleness, timeout = training.max_staleness, training.step_timeout
+            asynchronous = partial(AsyncCollector, max_staleness=staleness, step_timeout=timeout)
+            return asynchronous(env, acting, keep=keep, seed=seed, acceleration=acceleration)
         if distributed.world_size() > 1:
             raise ConfigError("training.collector ray needs one learning process; start it without torchrun.")
         return RayCollector(
@@ -147,10 +141,6 @@ class TaskConfig:
     def record_demos(self, run_dir: Path, tell: Callable[[str], None]) -> None:
         """Record the demonstrations that the run is to have."""
         return
-
-    def with_demos_of(self, run_dir: Path) -> TaskConfig:
-        """Return the task with the demonstrations that a run has."""
-        return self
 
     def write_results(self, run_dir: Path, trainer: Trainer) -> Path | None:
         """Write the results of a finished run, where this kind has a file for them; returns that."""

@@ -106,8 +106,7 @@ def final_estimate(group: Group, name: str) -> Estimate | None:
 def task_estimates(group: Group) -> dict[str, tuple[Estimate, int]]:
     """Return the success of each task of a suite in the last evaluations, over the episodes of all runs.
 
-    Returns:
-        Task -> success rate with Wilson's interval, and the number of episodes.
+    Returns task -> success rate with Wilson's interval, and the number of episodes.
     """
     counts: dict[str, tuple[int, int]] = {}
     for run in group.runs:
@@ -132,11 +131,7 @@ class Time:
 
 
 def time_spent(run: Run) -> Time | None:
-    """Add up the times of the logged iterations; each stands for the steps since the one before.
-
-    Returns:
-        None where nothing was logged.
-    """
+    """Add up the times of the logged iterations, each for the steps since the one before; None without any."""
     share = run.columns.get("time/rollout_share")
     if share is None or np.isnan(share).all():
         return None

@@ -94,6 +94,11 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
     has_states = any(run.config.get("algo.name") == "rloo" or run.init_states for run in runs)
     finals = [run.evaluations[-1] for run in runs if run.evaluations]
     fields = [name for name in PAGE_FIELDS if any(name in final.fields for final in finals)]
+    few_seeds = [
+        (group.name, f"The intervals of {len(group.runs)} seeds are unreliable: use at least {FEWEST} seeds.")
+        for group in groups
+        if 1 < len(group.runs) < FEWEST
+    ]
     entries = [_group_entry(group, index, fields) for index, group in enumerate(groups)]
     return {
         "title": names if len(names) <= 60 else plural(len(groups), "configuration"),
@@ -101,7 +106,7 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
         "groups": entries,
         "fields": [{"name": name, "title": PAGE_FIELDS[name][0], "form": PAGE_FIELDS[name][1]} for name in fields],
         "pinned": [(index, result) for index, run in members for result in run.pinned],
-        "notes": [*_few_seeds(groups), *((str(run.path), note) for run in runs for note in run.notes)],
+        "notes": [*few_seeds, *((str(run.path), note) for run in runs for note in run.notes)],
         "panels": [plot(title, figure) for title, figure in figures.main_panels(groups, axis).items()],
         "more": [
             (prefix, [plot(name, figure) for name, figure in panels.items()])
@@ -123,15 +128,6 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
         "versions": _versions(runs),
         "data": {"groups": [{"color": entry["color"], "dash": entry["dash"]} for entry in entries], "figures": shown},
     }
-
-
-def _few_seeds(groups: Sequence[Group]) -> list[tuple[str, str]]:
-    """Return a note about every configuration whose intervals rest on few seeds."""
-    return [
-        (group.name, f"The intervals of {len(group.runs)} seeds are unreliable: use at least {FEWEST} seeds.")
-        for group in groups
-        if 1 < len(group.runs) < FEWEST
-    ]
 
 
 def differences(groups: Sequence[Group]) -> list[tuple[str, list[str | None]]]:

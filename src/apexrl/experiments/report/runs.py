@@ -109,10 +109,7 @@ class Group:
 def find_runs(paths: Iterable[Path]) -> list[Path]:
     """Return the run directories that are named, and those in a directory that is named or one below it.
 
-    ``apexrl train --seeds`` makes directories of runs, and a sweep makes a directory of those.
-
-    Raises:
-        RunDirError: for a path without any.
+    ``apexrl train --seeds`` creates directories of runs, and a sweep creates a directory of those.
     """
     found: dict[Path, Path] = {}
     for path in paths:
@@ -135,6 +132,12 @@ def read_run(path: Path) -> Run:
     begun = starts(started, damage)
     notes += damage.notes() + _changed_starts(begun)
     results = _read_results(path)
+    pinned = []
+    for file, record in results.items():
+        damage = Damage(file)
+        found = evaluation(record["summary"], damage)
+        pinned.append(PinnedResult(file, str(record["manifest_hash"]), found, str(record.get("command", ""))))
+        notes += damage.notes()
     videos = sorted(file for file in path.glob("*.mp4") if file.is_file() and not file.name.endswith(".part.mp4"))
     if not log.columns:
         notes.append("no training has been logged yet.")
@@ -146,7 +149,7 @@ def read_run(path: Path) -> Run:
         config_text=text,
         columns=log.columns,
         evaluations=log.evaluations,
-        pinned=[_pinned(file, record, notes) for file, record in results.items()],
+        pinned=pinned,
         init_states=_read_init_states(path, config, notes),
         videos=videos,
         starts=begun,
@@ -227,12 +230,11 @@ def _read_init_states(path: Path, config: Mapping[str, Any], notes: list[str]) -
 
 def _changed_starts(begun: Sequence[Start]) -> list[str]:
     """Return a sentence about every start that differs from the one before."""
-    notes = []
+    notes, names = [], {"versions": "other versions", "commit": "another commit", "machine": "another machine"}
     for before, after in itertools.pairwise(begun):
-        names = ("versions", "commit", "machine")
-        changed = [name for name in names if getattr(before, name) != getattr(after, name)]
+        changed = [text for name, text in names.items() if getattr(before, name) != getattr(after, name)]
         if changed:
-            others = " and ".join(f"another {name}" if name != "versions" else "other versions" for name in changed)
+            others = " and ".join(changed)
             notes.append(f"resumed at iteration {after.iteration} with {others}; see 'Repeat it'.")
     return notes
 
@@ -250,13 +252,6 @@ def _read_results(path: Path) -> dict[Path, dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("summary"), dict) and "manifest_hash" in record:
             found[file] = record
     return found
-
-
-def _pinned(file: Path, record: Mapping[str, Any], notes: list[str]) -> PinnedResult:
-    damage = Damage(file)
-    found = evaluation(record["summary"], damage)
-    notes += damage.notes()
-    return PinnedResult(file, str(record["manifest_hash"]), found, str(record.get("command", "")))
 
 
 def _recorded(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
