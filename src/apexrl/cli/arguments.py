@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from apexrl.core.errors import ConfigError
 
@@ -27,12 +27,8 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message[0].upper()}{message[1:]}. '{self.prog} --help' shows how.")
 
 
-class AddCommand(Protocol):
-    """Adds a command, which runs ``module.function`` of ``apexrl.cli``, and returns its parser."""
-
-    def __call__(self, name: str, help_text: str, run: str) -> Parser:
-        """Add the command ``name``."""
-        ...
+AddCommand = Callable[[str, str, str], Parser]
+"""Adds a command: its name, what it does, and the ``module.function`` of ``apexrl.cli`` that runs it."""
 
 
 def integer(least: int, most: int = 2**31) -> Callable[[str], int]:
@@ -74,9 +70,7 @@ def add_commands(command: AddCommand) -> None:
     evaluate.add_argument("--seed", type=seed_number, metavar="N", help="of the episodes; default as in training")
     evaluate.add_argument("--stochastic", action="store_true", help="sample actions instead of taking the mode")
     evaluate.add_argument("--csv", type=Path, metavar="DIR", help="write one table of steps for each environment")
-    evaluate.add_argument(
-        "--manifest", type=Path, metavar="FILE", help="run the episodes of this file, the same for any --num-envs"
-    )
+    evaluate.add_argument("--manifest", type=Path, metavar="FILE", help="its episodes, the same for any --num-envs")
     evaluate.add_argument("--output", type=Path, metavar="FILE.json", help="with --manifest: write every episode")
 
     play = command("play", "Write a video of a trained policy.", "evaluate.run_play")
@@ -91,9 +85,7 @@ def add_commands(command: AddCommand) -> None:
 
     compare = command("compare", "Compare two policies on the same episodes.", "compare.run_compare")
     for name in ("a", "b"):
-        compare.add_argument(
-            name, type=Path, metavar=name.upper(), help="run directory, checkpoint, or results (.json)"
-        )
+        compare.add_argument(name, type=Path, metavar=name.upper(), help="run directory, checkpoint or results (.json)")
     compare.add_argument("--manifest", type=Path, metavar="FILE", help="of the episodes; sampled when left out")
     compare.add_argument("--num-envs", type=positive, metavar="N", help="default training.eval_num_envs")
     compare.add_argument("--output", type=Path, metavar="FILE.json", help="write the comparison")
@@ -101,32 +93,24 @@ def add_commands(command: AddCommand) -> None:
         child.add_argument("--episodes", type=positive, metavar="N", help=f"to sample, default {NUM_EPISODES}")
         child.add_argument("--seed", type=seed_number, metavar="N", help="of the sampled episodes, default 0")
     for child in (evaluate, compare):
-        child.add_argument(
-            "--device", metavar="NAME", help="of a run on a manifest; default cpu, where results repeat to the last bit"
-        )
+        child.add_argument("--device", metavar="NAME", help="with a manifest; default cpu, which repeats bit for bit")
 
     export = command("export", "Write a trained policy as files for deployment.", "files.run_export")
     export.add_argument("source", type=Path, metavar="RUN_DIR|CHECKPOINT")
     export.add_argument("--output", type=Path, metavar="DIR", help="default export in the run directory")
-    export.add_argument(
-        "--format", default="onnx,torchscript", metavar="NAMES", help="one or both of onnx,torchscript; default both"
-    )
+    export.add_argument("--format", default="onnx,torchscript", metavar="NAMES", help="default onnx,torchscript")
 
     plot = command("plot", "Draw the learning curves of runs.", "files.run_plot")
     plot.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     plot.add_argument("--output", type=Path, metavar="FILE.png", help="default curve.png in the first run directory")
 
-    report_help = "Write one HTML page about runs: curves, results, videos, configurations."
-    report = command("report", report_help, "files.run_report")
+    report = command("report", "Write one HTML page with results, curves and videos of runs.", "files.run_report")
     report.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="a run, or a directory of runs")
     report.add_argument("--output", type=Path, metavar="FILE.html", help="default report.html in the first directory")
 
-    demos_help = "Record demonstrations of a suite's scripted experts, or of a trained policy."
-    demos = command("demos", demos_help, "files.run_demos")
+    demos = command("demos", "Record demonstrations of scripted experts or of a trained policy.", "files.run_demos")
     demos.add_argument("suite", metavar="SUITE", help="mt10, mt50, metaworld:TASK or metaworld:MT10")
-    demos.add_argument(
-        "--policy", type=Path, metavar="RUN_DIR|CHECKPOINT", help="record this policy instead of the scripted experts"
-    )
+    demos.add_argument("--policy", type=Path, metavar="RUN_DIR|CHECKPOINT", help="default the scripted experts")
     demos.add_argument("--per-task", type=positive, default=10, metavar="K", help="default 10")
     demos.add_argument("--start", type=integer(0), default=0, metavar="K", help="first training state, default 0")
     demos.add_argument("--horizon", type=positive, metavar="N", help="control steps; default the policy's or suite's")
@@ -139,9 +123,7 @@ def add_commands(command: AddCommand) -> None:
 
     command("list", "List presets, tasks and algorithms.", "tools.run_list")
     check = command("check-env", "Check that an environment keeps the contract.", "tools.run_check_env")
-    check.add_argument(
-        "id", help="a task of the package, a Gymnasium id, or a simulator's task such as maniskill/PickCube-v1"
-    )
+    check.add_argument("id", help="a task of 'apexrl list', a Gymnasium id, or a simulator's, as maniskill/PickCube-v1")
     check.add_argument("--num-envs", type=positive, default=4, metavar="N", help="default 4")
 
 

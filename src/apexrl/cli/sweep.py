@@ -77,11 +77,8 @@ def _show_trials(results: Mapping[str, Any]) -> None:
         reverse=results["direction"] == "maximize",
     )
     for trial in complete[:NUM_SHOWN]:
-        params = "  ".join(f"{name} {_four_digits(value)}" for name, value in trial["params"].items())
+        texts = {name: f"{v:.4g}" if isinstance(v, float) else v for name, v in trial["params"].items()}
+        params = "  ".join(f"{name} {text}" for name, text in texts.items())
         print(f"  trial {trial['number']:<5} {trial['value']:<10.4g} {params}")
     counts = {state: sum(trial["state"] == state for trial in trials) for state in ("complete", "pruned", "fail")}
     print(f"{counts['complete']} trials finished, {counts['pruned']} pruned, {counts['fail']} failed")
-
-
-def _four_digits(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -48,7 +48,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """What a job tells. ``progress``: how far it is; ``evaluation``: numbers of a periodic one; the others are last."""
+    """What a job tells: ``progress``, the numbers of a periodic ``evaluation``, or, last, how it ended."""
 
     job: Job
     kind: Kind
@@ -69,14 +69,16 @@ def run_jobs(
     Returns:
         The signal that stopped the jobs, after they saved; None when they ended by themselves.
     """
+    was_asked = False
     with _Processes() as processes, _first_signal() as stop:
         while True:
             while stop() is None and len(processes.running) < num_jobs and (job := next_job()) is not None:
                 processes.start(job)
             if not processes.running:
                 return stop()
-            if (number := stop()) is not None:
+            if not was_asked and (number := stop()) is not None:
                 processes.ask_to_stop(at_once=number == signal.SIGTERM)
+                was_asked = True
             for connection, report in processes.reports(timeout=0.5):
                 goes_on = on_report(report)
                 if report.kind == "evaluation":
@@ -92,7 +94,6 @@ class _Processes:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["apexrl.experiments.jobs"])
         self.running: dict[Connection, tuple[Job, BaseProcess]] = {}
-        self._was_asked = False
 
     def __enter__(self) -> _Processes:
         return self
@@ -129,10 +130,7 @@ class _Processes:
             yield connection, Report(job, kind, values)
 
     def ask_to_stop(self, *, at_once: bool) -> None:
-        """Ask every process, once, to save and leave: at the end of its iteration, or at once."""
-        if self._was_asked:
-            return
-        self._was_asked = True
+        """Ask every process to save and leave: at the end of its iteration, or at once."""
         for connection, (_, process) in self.running.items():
             with suppress(OSError):
                 if at_once:

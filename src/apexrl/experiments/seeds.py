@@ -139,12 +139,9 @@ def summary(values: NDArray[np.float64], trials: int | None = None) -> dict[str,
 
 
 def curve(logs: Sequence[Log], training_name: str, evaluation_name: str) -> tuple[NDArray[np.float64], ...]:
-    """Return what runs of several seeds have measured at the same steps.
+    """Return steps ``[P]`` and what runs of several seeds measured there ``[S, P]``; empty with none in common.
 
     Periodic evaluations are taken where every run has two or more, what training saw otherwise.
-
-    Returns:
-        Steps ``[P]`` and values ``[S, P]``; both empty when the runs have nothing in common.
     """
     evaluated = [{step: found.mean for step, found in log.evaluated(evaluation_name).items()} for log in logs]
     for points in (evaluated, [log.trained(training_name) for log in logs]):

@@ -26,7 +26,7 @@ from apexrl.experiments.plots import plot_sweep
 from apexrl.experiments.sweep_file import Dimension, SweepFile, as_text, read_sweep, sweep_from
 from apexrl.run.loading import parse_yaml
 
-JOURNAL, SWEEP, BEST, RESULTS, PICTURE = "journal.jsonl", "sweep.yaml", "best.yaml", "sweep.json", "sweep.png"
+JOURNAL, SWEEP, BEST, RESULTS, IMAGE = "journal.jsonl", "sweep.yaml", "best.yaml", "sweep.json", "sweep.png"
 ERROR, SCORES = "error", "scores"
 """What is kept of a trial besides what Optuna does: why it failed, and the value of each seed."""
 MIN_FOR_IMPORTANCE = 8
@@ -48,7 +48,7 @@ class Sweep:
         self.file, self.directory, self.tell = file, directory, tell
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         files.replace_text(directory / SWEEP, yaml.safe_dump(file.to_dict(), sort_keys=False))
-        _mend_journal(directory / JOURNAL)
+        _repair_journal(directory / JOURNAL)
         self.study = optuna.create_study(
             storage=JournalStorage(JournalFileBackend(str(directory / JOURNAL))),
             study_name="sweep",
@@ -83,7 +83,7 @@ class Sweep:
             self._waiting.append((trial, config.training.seed + len(trial.user_attrs.get(SCORES, []))))
 
     def on_report(self, report: Report) -> bool:
-        """Note what a trial did; returns whether it goes on."""
+        """Note what a trial did; returns whether it continues."""
         trial, values = self._jobs[report.job.run_dir], report.values
         if report.kind == "evaluation":
             return not self._is_pruned(trial, values)
@@ -103,7 +103,7 @@ class Sweep:
         return f"trial {trial.number}" + (f", {report.job.run_dir.name}" if self.file.seeds > 1 else "")
 
     def write(self) -> dict[str, Any]:
-        """Write results, picture and the best configuration; returns the results."""
+        """Write results and the best configuration; returns the results."""
         results = self._results()
         files.write_json(self.directory / RESULTS, results)
         if (best := results["best"]) is not None:
@@ -114,7 +114,7 @@ class Sweep:
 
     def draw(self, results: Mapping[str, Any]) -> Path:
         """Draw the results."""
-        return plot_sweep(results["trials"], self.file.objective, results["importance"], self.directory / PICTURE)
+        return plot_sweep(results["trials"], self.file.objective, results["importance"], self.directory / IMAGE)
 
     def _job(self, trial: Trial, seed: int) -> Job:
         values = {**self._values(trial.params), "training.seed": seed}
@@ -251,10 +251,9 @@ def check_same(asked: SweepFile, stored: SweepFile, directory: Path) -> None:
 
 
 def _labels(dimension: Dimension) -> dict[CategoricalChoiceType, Any]:
-    """Return what Optuna calls the choices of a field.
+    """Return what Optuna calls the choices of a field: as they are, lists and mappings by their JSON.
 
-    Lists and mappings are called by their JSON. Where that gives two choices one name, because true, 1 and 1.0 are
-    equal in Python, all of them are called by their text.
+    Where that gives two choices one name, because true, 1 and 1.0 are equal in Python, all are called by their text.
     """
     distinct: dict[Any, Any] = {as_text(choice): choice for choice in dimension.choices}
     names: dict[Any, Any] = {
@@ -270,7 +269,7 @@ def _objective(name: str, logged: Mapping[str, Any]) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _mend_journal(path: Path) -> None:
+def _repair_journal(path: Path) -> None:
     """Cut off a line that a kill left unfinished, and the lock of a process that is gone."""
     path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
     if path.is_file() and not path.read_bytes().endswith(b"\n"):

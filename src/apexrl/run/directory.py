@@ -49,9 +49,12 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit) and config.records_demos
         is_kept = stopped or (run_dir / IMITATION).exists()
-        if distributed.is_main_process() and not is_kept:  # what was written into a directory that was empty
+        if distributed.is_main_process() and not is_kept:  # delete what was written into an empty directory
             for path in run_dir.iterdir():
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
         lock.release()
         if distributed.is_main_process() and made and not is_kept:
             with contextlib.suppress(OSError):  # another process may still be leaving; it must not hide what went wrong

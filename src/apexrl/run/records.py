@@ -52,7 +52,7 @@ class Start:
 
     time: str
     iteration: int
-    """That the run went on from."""
+    """That the run started from."""
     commit: str
     machine: str
     versions: str
@@ -101,10 +101,8 @@ class Damage:
 
     def notes(self) -> list[str]:
         """Return a sentence about every field."""
-        return [
-            f"{self.file}: {text}; left out{f' {count} times' if count > 1 else ''}."
-            for text, count in self._found.values()
-        ]
+        found = ((text, f" {count} times" if count > 1 else "") for text, count in self._found.values())
+        return [f"{self.file}: {text}; left out{times}." for text, times in found]
 
 
 def read_log(run_dir: Path, notes: list[str], names: Collection[str] | None = None) -> Log:

@@ -120,9 +120,15 @@ class TaskConfig:
         if training.collector == "sync":
             return SyncCollector(env, acting, keep=keep, seed=seed, acceleration=acceleration)
         if training.collector == "async":
-            staleness, timeout = training.max_staleness, training.step_timeout
-            asynchronous = partial(AsyncCollector, max_staleness=staleness, step_timeout=timeout)
-            return asynchronous(env, acting, keep=keep, seed=seed, acceleration=acceleration)
+            return AsyncCollector(
+                env,
+                acting,
+                keep=keep,
+                seed=seed,
+                max_staleness=training.max_staleness,
+                step_timeout=training.step_timeout,
+                acceleration=acceleration,
+            )
         if distributed.world_size() > 1:
             raise ConfigError("training.collector ray needs one learning process; start it without torchrun.")
         return RayCollector(
