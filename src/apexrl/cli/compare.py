@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import shlex
 from pathlib import Path
@@ -48,12 +49,9 @@ def _task_config(source: str, overrides: Overrides) -> Config:
 
 
 def _sampled(config: Config, options: argparse.Namespace) -> Manifest:
-    env = config.task.make_env("cpu", 1)
     num_episodes, task = options.episodes or NUM_EPISODES, config.task
-    try:
+    with contextlib.closing(task.make_env("cpu", 1)) as env:
         return make_manifest(env, task.id, num_episodes, seed=options.seed or 0, options=task.options)
-    finally:
-        env.close()
 
 
 def run_compare(options: argparse.Namespace, overrides: Overrides) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 from pathlib import Path
@@ -73,8 +74,7 @@ def _eval_manifest(options: argparse.Namespace) -> int:
     if options.output is not None:
         words = ["apexrl", "eval", str(trained.checkpoint), "--manifest", str(options.manifest)]
         words += ["--device", options.device] if options.device else []
-        num_envs = options.num_envs or trained.config.training.eval_num_envs
-        device = options.device or "cpu"
+        num_envs, device = options.num_envs or trained.config.training.eval_num_envs, options.device or "cpu"
         content = results_record(trained, manifest, result, shlex.join(words), num_envs=num_envs, device=device)
         print(f"Results: {write_json(options.output, content)}")
     return 0
@@ -141,7 +141,5 @@ def show_tasks(result: EvaluationResult, image: Path | None = None) -> None:
 
 def write_video(env: VecEnv, policy: Policy, path: Path, seed: int, episodes: int) -> None:
     """Write a video of whole episodes and close the environment."""
-    try:
+    with contextlib.closing(env):
         print(f"Video: {record_video(env, policy, path, seed=seed, num_episodes=episodes)}")
-    finally:
-        env.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from apexrl.cli.common import Overrides, warn
 from apexrl.core.errors import ConfigError, RunDirError, plural
@@ -19,6 +19,9 @@ from apexrl.experiments.seeds import SeedRun, SeedRuns
 from apexrl.experiments.sweep_file import as_text
 from apexrl.run import directory as run
 from apexrl.run.config import Config
+
+SECONDS_BETWEEN_LINES = 5.0
+"""About a job, where there is no terminal."""
 
 
 def start_seeds(config: Config, text: str, run_dir: Path | None, name: str, num_jobs: int) -> int:
@@ -164,12 +167,11 @@ def _listed(numbers: list[int]) -> str:
 class JobDisplay(Progress):
     """Shows jobs that run at once: a bar each on a terminal, elsewhere a line every few seconds."""
 
-    def __init__(self, seconds_between_lines: float = 5.0) -> None:
-        texts = ("{task.description}", "{task.percentage:>3.0f}%", "{task.fields[status]}")
-        name, share, status = map(TextColumn, texts)
-        console, columns = Console(), (name, BarColumn(bar_width=24), share, status, TimeRemainingColumn())
+    def __init__(self) -> None:
+        console = Console()
+        name, status = TextColumn("{task.description}"), TextColumn("{task.fields[status]}")
+        columns = (name, BarColumn(bar_width=24), TaskProgressColumn(), status, TimeRemainingColumn())
         super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self.seconds_between_lines = seconds_between_lines
         self.bars: dict[Path, TaskID] = {}
         self.last_line: dict[Path, float] = {}
 
@@ -182,7 +184,7 @@ class JobDisplay(Progress):
                 self.bars[key] = self.add_task(label, total=1.0, status=status)
                 self.last_line[key] = time.monotonic()
             self.update(self.bars[key], completed=values["done"], status=status)
-            if not self.console.is_terminal and time.monotonic() - self.last_line[key] >= self.seconds_between_lines:
+            if not self.console.is_terminal and time.monotonic() - self.last_line[key] >= SECONDS_BETWEEN_LINES:
                 self.last_line[key] = time.monotonic()
                 self.line(f"{label}: {values['done']:.0%}  {status}")
         elif report.kind != "evaluation":

@@ -30,8 +30,7 @@ def preset_names() -> list[str]:
 
 def preset_summary(name: str) -> str:
     """Return the first line of a preset, a comment that says what it is."""
-    text: str = (preset_dir() / f"{name}.yaml").read_text()
-    return text.splitlines()[0].lstrip("# ")
+    return (preset_dir() / f"{name}.yaml").read_text().splitlines()[0].lstrip("# ")
 
 
 def read_source(source: str) -> dict[str, Any]:
