@@ -240,7 +240,8 @@ def test_ctrl_c_saves_says_how_to_go_on_and_that_works(tmp_path: Path, capfd: py
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    arguments = words(training__total_timesteps=10**7, training__save_interval=10**6, training__eval_interval=0)
+    long = {"training__total_timesteps": 10**7, "training__save_interval": 10**6, "training__eval_interval": 0}
+    arguments = words(**long, features__compile="false")  # which could take longer than wait_for waits
     assert main(["train", "lift_ppo", "--seeds", "2", "--jobs", "2", "--run-dir", str(directory), *arguments]) == 130
     thread.join()
     output = capfd.readouterr()
