@@ -94,7 +94,7 @@ def test_compare_finds_a_real_difference_and_none_where_there_is_none(
     output = place / "comparison.json"
     words = ["--manifest", str(place / "m.json"), "--output", str(output)]
     assert main(["compare", str(place / "new"), str(place / "old"), *words]) == 0
-    assert "The difference is real: B has a higher return" in capsys.readouterr().out
+    assert "The difference is statistically significant: B has a higher return" in capsys.readouterr().out
     content = read(output)
     assert content["difference_is_real"] is True
     assert content["return"]["p_value"] < 0.05
@@ -104,7 +104,7 @@ def test_compare_finds_a_real_difference_and_none_where_there_is_none(
     assert content["command"].startswith("apexrl compare ")
 
     assert main(["compare", str(place / "old"), str(place / "old"), "--episodes", "3"]) == 0
-    assert "No real difference: A and B did the same in each of 3 paired episodes." in capsys.readouterr().out
+    assert "No significant difference: A and B did the same in each of 3 paired episodes." in capsys.readouterr().out
 
 
 def test_compare_takes_files_of_results(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +114,7 @@ def test_compare_takes_files_of_results(place: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert main(["compare", str(files[0]), str(files[1])]) == 0
     from_files = capsys.readouterr().out
-    assert "The difference is real" in from_files
+    assert "The difference is statistically significant" in from_files
     assert main(["compare", str(place / "new"), str(files[1]), "--manifest", str(place / "m.json")]) == 0
     assert capsys.readouterr().out == from_files
 

@@ -240,11 +240,12 @@ def test_ctrl_c_saves_says_how_to_go_on_and_that_works(tmp_path: Path, capfd: py
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    arguments = words(training__total_timesteps=10**7, training__save_interval=10**6, training__eval_interval=0)
+    long = {"training__total_timesteps": 10**7, "training__save_interval": 10**6, "training__eval_interval": 0}
+    arguments = words(**long, features__compile="false")  # which could take longer than wait_for waits
     assert main(["train", "lift_ppo", "--seeds", "2", "--jobs", "2", "--run-dir", str(directory), *arguments]) == 130
     thread.join()
     output = capfd.readouterr()
-    assert f"not finished: seeds 0, 1. Go on with: apexrl train --resume {directory}" in output.out
+    assert f"not finished: seeds 0, 1. Resume with: apexrl train --resume {directory}" in output.out
     assert output.err.count("Stopping after the running iterations") == 1
     saved = [sorted((directory / f"seed-{seed}" / "checkpoints").glob("*.pt")) for seed in (0, 1)]
     assert [len(paths) for paths in saved] == [1, 1]
@@ -384,11 +385,11 @@ def test_an_objective_that_no_trial_has_ends_the_sweep(tmp_path: Path, capsys: p
     [
         ([], "Give a sweep file, or --resume"),
         (["{file}", "--resume", "x"], "Give a sweep file, or --resume"),
-        (["--resume", "x", "--dir", "y"], "--resume x goes on in its own directory; leave --dir out"),
+        (["--resume", "x", "--dir", "y"], "--resume x stays in its own directory; leave --dir out"),
         (["--resume", "nowhere"], "nowhere holds no sweep"),
         (["{file}", "--dir", "{here}"], "{here} holds something else than a sweep"),
-        (["{file}", "--jobs", "0"], "must be a whole number from 1"),
-        (["{file}", "--trials", "100001"], "--trials: must be a whole number from 1 to 100000, got '100001'"),
+        (["{file}", "--jobs", "0"], "must be an integer from 1"),
+        (["{file}", "--trials", "100001"], "--trials: trials must be an integer from 1 to 100000, got 100001"),
     ],
 )
 def test_a_mistake_of_a_sweep_gets_one_message(
@@ -403,5 +404,7 @@ def test_without_optuna_the_message_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
+    for name in ("apexrl.cli.sweep", "apexrl.experiments.sweep"):  # imported by another test, perhaps
+        monkeypatch.delitem(sys.modules, name, raising=False)
     assert main(["sweep", "cartpole"]) == 2
     assert "pip install 'apexrl[sweep]'" in capsys.readouterr().err

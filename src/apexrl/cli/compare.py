@@ -3,64 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from apexrl.cli.common import AddCommand, Overrides, positive, seed_number
-from apexrl.cli.evaluate import add_device, check_output, run_manifest
+from apexrl.cli.arguments import NUM_EPISODES
+from apexrl.cli.common import Overrides
+from apexrl.cli.evaluate import check_output, evaluate_on_manifest
 from apexrl.core.errors import ConfigError
+from apexrl.core.system.files import write_json
+from apexrl.core.system.provenance import provenance
+from apexrl.envs.suites import SUITES
+from apexrl.evaluation.compare import Comparison, Difference, compare
+from apexrl.evaluation.manifest import Manifest, make_manifest
+from apexrl.experiments.results import Results, hashed, read_results
+from apexrl.run import trained_policy
+from apexrl.run.config import Config, make_config
+from apexrl.run.directory import resumed_config
+from apexrl.run.loading import load_config, preset_names, with_overrides
 
-if TYPE_CHECKING:
-    from apexrl.evaluation.compare import Comparison, Difference
-    from apexrl.evaluation.manifest import Manifest
-    from apexrl.experiments.results import Results
-    from apexrl.run.config import Config
-    from apexrl.run.trained_policy import TrainedPolicy
-
-NUM_EPISODES = 100
 _LABELS = {"return": "return", "success_once": "success", "success_at_end": "at the end", "episode_len": "length"}
 
 
-def register(command: AddCommand) -> None:
-    """Add the commands."""
-    manifest = command("manifest", "Write a file that pins the episodes of an evaluation.", _manifest)
-    manifest.add_argument("source", metavar="TASK|PRESET|RUN_DIR", help="what to evaluate on, such as lift or mt10")
-    _add_draw(manifest)
-    manifest.add_argument("--output", type=Path, required=True, metavar="FILE.json", help="the file to write")
-
-    compare = command("compare", "Run two policies on the same episodes and say whether they differ.", _compare)
-    for name in ("a", "b"):
-        compare.add_argument(
-            name, type=Path, metavar=name.upper(), help="run directory, checkpoint, or results (.json)"
-        )
-    compare.add_argument("--manifest", type=Path, metavar="FILE", help="of the episodes; drawn anew when left out")
-    _add_draw(compare)
-    compare.add_argument("--num-envs", type=positive, metavar="N", help="default training.eval_num_envs")
-    add_device(compare)
-    compare.add_argument("--output", type=Path, metavar="FILE.json", help="write the comparison")
-
-
-def _add_draw(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--episodes", type=positive, metavar="N", help=f"to draw, default {NUM_EPISODES}")
-    parser.add_argument("--seed", type=seed_number, metavar="N", help="of the draw, default 0")
-
-
-def _manifest(options: argparse.Namespace, overrides: Overrides) -> int:
+def run_manifest(options: argparse.Namespace, overrides: Overrides) -> int:
+    """Write a manifest of sampled episodes."""
     check_output(options.output)
-    manifest = _drawn(_task_config(options.source, overrides), options)
+    manifest = _sampled(_task_config(options.source, overrides), options)
     manifest.write(options.output)
     print(f"{options.output}: {len(manifest.episodes)} episodes of '{manifest.task}' ({manifest.hash[:16]})")
     return 0
 
 
 def _task_config(source: str, overrides: Overrides) -> Config:
-    from apexrl.envs.suites import SUITES
-    from apexrl.run.config import make_config
-    from apexrl.run.directory import resumed_config
-    from apexrl.run.loading import load_config, preset_names, with_overrides
-
     for name, _ in overrides:
         if not name.startswith("task."):
             raise ConfigError(f"'--{name}' changes nothing in a manifest, which takes fields of task alone.")
@@ -73,29 +48,15 @@ def _task_config(source: str, overrides: Overrides) -> Config:
     return make_config(with_overrides({"task": {"id": source}}, overrides))
 
 
-def _drawn(config: Config, options: argparse.Namespace) -> Manifest:
-    from apexrl.evaluation.manifest import make_manifest
-
-    env = config.task.make_env("cpu", 1)
-    try:
-        return make_manifest(
-            env,
-            config.task.id,
-            options.episodes or NUM_EPISODES,
-            seed=options.seed or 0,
-            options=config.task.options,
-        )
-    finally:
-        env.close()
+def _sampled(config: Config, options: argparse.Namespace) -> Manifest:
+    num_episodes, task = options.episodes or NUM_EPISODES, config.task
+    with contextlib.closing(task.make_env("cpu", 1)) as env:
+        return make_manifest(env, task.id, num_episodes, seed=options.seed or 0, options=task.options)
 
 
-def _compare(options: argparse.Namespace, _: Overrides) -> int:
-    from apexrl.core.system.files import write_json
-    from apexrl.core.system.provenance import provenance
-    from apexrl.evaluation.compare import compare
-
-    if options.output is not None:
-        check_output(options.output)
+def run_compare(options: argparse.Namespace, overrides: Overrides) -> int:
+    """Compare two policies on the same episodes."""
+    check_output(options.output)
     a, b = _both_results(options)
     comparison = compare(a.result, b.result)
     print(f"A: {a.name}\nB: {b.name}")
@@ -118,25 +79,23 @@ def _compare(options: argparse.Namespace, _: Overrides) -> int:
 
 def _both_results(options: argparse.Namespace) -> tuple[Results, Results]:
     """Return the results of A and B on one manifest, from their files or new."""
-    from apexrl.evaluation.manifest import Manifest
-    from apexrl.experiments.results import Results, read_results
-    from apexrl.run.trained_policy import load_trained
-
-    sides: list[Results | TrainedPolicy] = [
-        read_results(path) if path.suffix == ".json" else load_trained(path) for path in (options.a, options.b)
+    sides: list[Results | trained_policy.TrainedPolicy] = [
+        read_results(path) if path.suffix == ".json" else trained_policy.load_trained(path)
+        for path in (options.a, options.b)
     ]
     ready = [side for side in sides if isinstance(side, Results)]
     trained = [side for side in sides if not isinstance(side, Results)]
     tasks = [side.task if isinstance(side, Results) else side.config.task.id for side in sides]
+    samples = bool(options.episodes or options.seed is not None)
     if tasks[0] != tasks[1]:
         raise ConfigError(f"A is of the task '{tasks[0]}', B of '{tasks[1]}': they have no episodes in common.")
-    if options.manifest is not None and (options.episodes or options.seed is not None):
+    if options.manifest is not None and samples:
         raise ConfigError("--manifest says which episodes run; leave --episodes and --seed out.")
-    if options.manifest is None and ready and (trained or options.episodes or options.seed is not None):
+    if options.manifest is None and ready and (trained or samples):
         raise ConfigError("A file of results has its episodes already; give --manifest FILE, which it was made with.")
-    manifest = Manifest.read(options.manifest) if options.manifest is not None else None
-    if manifest is None and trained:
-        manifest = _drawn(trained[0].config, options)
+    manifest = None
+    if options.manifest is not None or trained:
+        manifest = Manifest.read(options.manifest) if options.manifest else _sampled(trained[0].config, options)
     wanted = ready[0].manifest_hash if manifest is None else manifest.hash
     for side in ready:
         if side.manifest_hash != wanted:
@@ -145,19 +104,15 @@ def _both_results(options: argparse.Namespace) -> tuple[Results, Results]:
                 f"{side.name} was evaluated on the manifest {side.manifest_hash[:16]}, not on {where} ({wanted[:16]}): "
                 "their episodes cannot be paired. Evaluate it again with 'apexrl eval --manifest'."
             )
-    a, b = (
-        side if isinstance(side, Results) else _new_results(side, manifest, options, f"Evaluating {name}")
-        for name, side in zip("AB", sides, strict=True)
-    )
-    return a, b
 
+    def results(name: str, side: Results | trained_policy.TrainedPolicy) -> Results:
+        if isinstance(side, Results):
+            return side
+        assert manifest is not None
+        result = evaluate_on_manifest(side, manifest, options.num_envs, options.device, f"Evaluating {name}")
+        return Results(str(side.checkpoint), manifest.task, manifest.hash, hashed(side.checkpoint), result)
 
-def _new_results(trained: TrainedPolicy, manifest: Manifest | None, options: argparse.Namespace, label: str) -> Results:
-    from apexrl.experiments.results import Results, hashed
-
-    assert manifest is not None
-    result = run_manifest(trained, manifest, options.num_envs, options.device, label)
-    return Results(str(trained.checkpoint), manifest.task, manifest.hash, hashed(trained.checkpoint), result)
+    return results("A", sides[0]), results("B", sides[1])
 
 
 def _show_comparison(comparison: Comparison) -> None:
@@ -184,9 +139,7 @@ def _show_line(label: str, entry: Difference) -> None:
 
 def _command(options: argparse.Namespace, a: Results, b: Results) -> str:
     """Return what repeats it, with checkpoints in the place of run directories, whose newest one may change."""
-    words = ["apexrl", "compare"]
-    words += [str(path) if path.suffix == ".json" else side.name for path, side in ((options.a, a), (options.b, b))]
-    for name in ("manifest", "episodes", "seed", "device"):
-        if (value := getattr(options, name)) is not None:
-            words += [f"--{name}", str(value)]
-    return shlex.join(words)
+    sides = [str(path) if path.suffix == ".json" else side.name for path, side in ((options.a, a), (options.b, b))]
+    given = {name: getattr(options, name) for name in ("manifest", "episodes", "seed", "device")}
+    more = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    return shlex.join(["apexrl", "compare", *sides, *more])

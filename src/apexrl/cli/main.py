@@ -9,9 +9,10 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 
-from apexrl.cli import compare, evaluate, files, report, sweep, tools, train
-from apexrl.cli.common import Command, Overrides, Parser
+from apexrl.cli.arguments import Parser, add_commands
+from apexrl.cli.common import Command, Overrides
 from apexrl.core.errors import ApexRLError, ConfigError, did_you_mean
 
 _NO_MEMORY = re.compile(r"allocate memory|not enough memory|out of memory|Storage size", re.IGNORECASE)
@@ -22,12 +23,12 @@ Train robot policies with reinforcement learning.
   apexrl train                                 train the default preset (lift_ppo)
   apexrl train cartpole_ppo --task.id Acrobot-v1 --training.seed 3
   apexrl train my_run.yaml --run-dir runs/mine
-  apexrl train --resume runs/mine              go on after a kill, a crash or Ctrl-C
-  apexrl train lift_ppo --seeds 5              five seeds, with what they say together
-  apexrl sweep my_sweep.yaml                   search for a configuration
+  apexrl train --resume runs/mine              resume after a kill, a crash or Ctrl-C
+  apexrl train lift_ppo --seeds 5              five seeds, aggregated
+  apexrl sweep my_sweep.yaml                   search hyperparameters
   apexrl eval runs/mine --episodes 200         success and return, with intervals
   apexrl manifest lift --output lift.json      pin the episodes of an evaluation: eval --manifest repeats them
-  apexrl compare runs/a runs/b                 pair their episodes and say whether the difference is real
+  apexrl compare runs/a runs/b                 compare them on the same episodes
   apexrl play runs/mine                        write a video
   apexrl export runs/mine                      write policy.onnx and policy.pt for a robot
   apexrl plot runs/a runs/b                    draw learning curves
@@ -37,7 +38,7 @@ Train robot policies with reinforcement learning.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; problems that the user can mend give one message and exit code 2."""
+    """Run a command; problems that the user can fix give one message and exit code 2."""
     try:
         with _plain_warnings():
             return _run_command(list(sys.argv[1:] if arguments is None else arguments))
@@ -96,7 +97,8 @@ def _run_command(words: list[str]) -> int:
     rest += [f"--{name}" for name, _ in overrides if options.command not in ("train", "manifest")]
     if rest:
         raise ConfigError(_unknown(rest[0], options.command))
-    run: Command = options.run
+    module, _, function = options.run.partition(".")
+    run: Command = getattr(import_module(f"apexrl.cli.{module}"), function)
     return run(options, overrides)
 
 
@@ -106,15 +108,14 @@ def _parser() -> tuple[Parser, list[str]]:
     parser = Parser("apexrl", description=DESCRIPTION, formatter_class=formatter)
     children = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    def command(name: str, help_text: str, run: Command) -> Parser:
+    def command(name: str, help_text: str, run: str) -> Parser:
         child = children.add_parser(
             name, help=help_text, description=help_text, formatter_class=formatter, allow_abbrev=False
         )
         child.set_defaults(run=run)
         return child
 
-    for module in (train, sweep, evaluate, compare, files, report, tools):  # in the order of the help
-        module.register(command)
+    add_commands(command)
     return parser, list(children.choices)
 
 

@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import argparse
 
-from apexrl.cli.common import AddCommand, Overrides, positive
+from apexrl import envs
+from apexrl.algorithms import ALGORITHMS
+from apexrl.cli.common import Overrides
 from apexrl.core.errors import ConfigError
+from apexrl.envs.mujoco.env import MUJOCO_TASKS
+from apexrl.envs.mujoco.tasks import GYMNASIUM_TASKS
+from apexrl.envs.registry import SIMULATORS
+from apexrl.envs.suites import SUITES
+from apexrl.envs.tasks import TASKS
+from apexrl.run import loading
 
 
-def register(command: AddCommand) -> None:
-    """Add the commands."""
-    command("list", "List presets, tasks and algorithms.", _list)
-
-    check = command("check-env", "Check that an environment keeps the contract.", _check_env)
-    check.add_argument(
-        "id", help="a task of the package, a Gymnasium id, or a simulator's task such as maniskill/PickCube-v1"
-    )
-    check.add_argument("--num-envs", type=positive, default=4, metavar="N", help="default 4")
-
-
-def _list(_: argparse.Namespace, __: Overrides) -> int:
-    from apexrl.algorithms import ALGORITHMS
-    from apexrl.envs.mujoco.env import MUJOCO_TASKS as MUJOCO_TASKS
-    from apexrl.envs.mujoco.tasks import GYMNASIUM_TASKS as GYMNASIUM_TASKS
-    from apexrl.envs.registry import SIMULATORS
-    from apexrl.envs.suites import SUITES
-    from apexrl.envs.tasks import TASKS
-    from apexrl.run.loading import preset_names, preset_summary
-
+def run_list(options: argparse.Namespace, overrides: Overrides) -> int:
+    """Print what can be trained on, and with what."""
     print("Presets (apexrl train NAME):")
-    for name in preset_names():
-        print(f"  {name:18} {preset_summary(name)}")
+    for name in loading.preset_names():
+        print(f"  {name:18} {loading.preset_summary(name)}")
     print("Tasks (--task.id NAME; any Gymnasium id works too):")
     for name, task in TASKS.items():
         print(f"  {name:18} {(task.__doc__ or '').splitlines()[0]}")
@@ -47,18 +37,16 @@ def _list(_: argparse.Namespace, __: Overrides) -> int:
     return 0
 
 
-def _check_env(options: argparse.Namespace, _: Overrides) -> int:
-    from apexrl.envs import check_env, make_env
-    from apexrl.envs.suites import SUITES
-
+def run_check_env(options: argparse.Namespace, overrides: Overrides) -> int:
+    """Print where an environment breaks the contract; 1 where it does."""
     if options.id in SUITES or options.id.startswith("metaworld:"):
         raise ConfigError(
             f"'{options.id}' is a suite of tasks, not an environment: train on it with --task.benchmark_name "
             f"{options.id} (see the presets mt10_bc and mt10_rloo), record its experts with 'apexrl demos "
             f"{options.id}', or check it in Python, check_env(SuiteVecEnv(make_suite('{options.id}'), 4))."
         )
-    env = make_env(options.id, options.num_envs)
-    problems = check_env(env)
+    env = envs.make_env(options.id, options.num_envs)
+    problems = envs.check_env(env)
     env.close()
     for problem in problems:
         print(f"- {problem}")

@@ -35,13 +35,9 @@ def as_json(card: Mapping[str, Any]) -> str:
 
 
 def inputs_and_outputs(policy: Policy, paths: Sequence[str], env: VecEnv, step: TensorDict) -> dict[str, Any]:
-    """Describe inputs and outputs, in the order in which the files have them.
+    """Describe inputs and outputs in the files' order: the tensors of the observation at ``paths``, then the memory.
 
-    Args:
-        policy: what was exported.
-        paths: of the observation's tensors that it reads.
-        env: of its task.
-        step: a recorded step ``[N]`` with observation and action.
+    ``step`` is a recorded step ``[N]`` with observation and action.
     """
     spaces, tensors = leaf_spaces(env.observation_space), leaves(step[OBSERVATION])
     inputs = [
@@ -54,18 +50,12 @@ def inputs_and_outputs(policy: Policy, paths: Sequence[str], env: VecEnv, step: 
         for path in paths
     ]
     states = policy.initial_memory(1)
-    inputs += [
-        {
-            **_tensor_entry(name, state),
-            "meaning": f"memory: zeros when an episode starts, then next_{name} of the last call",
-        }
-        for name, state in states.items()
-    ]
     outputs = [{**_tensor_entry(ACTION, step[ACTION]), **action_entry(env.action_space)}]
-    outputs += [
-        {**_tensor_entry(f"next_{name}", state), "meaning": f"give it to {name} at the next call"}
-        for name, state in states.items()
-    ]
+    for name, state in states.items():
+        meaning = f"memory: zeros when an episode starts, then next_{name} of the last call"
+        inputs.append({**_tensor_entry(name, state), "meaning": meaning})
+        meaning = f"give it to {name} at the next call"
+        outputs.append({**_tensor_entry(f"next_{name}", state), "meaning": meaning})
     return {"inputs": inputs, "outputs": outputs}
 
 
@@ -75,7 +65,7 @@ def _tensor_entry(name: str, tensor: Tensor) -> dict[str, Any]:
 
 def _meaning(path: str, space: gym.spaces.Box, policy: Policy, env: VecEnv) -> str:
     if is_picture(space):
-        return "picture, 0 to 255, as the task gives it"
+        return "image, 0 to 255, as the task gives it"
     text = MEANINGS.get(path, f"observation '{path}' of the task")
     history = getattr(policy, "history", 1)
     if path != OBS_KEY or history == 1:
@@ -112,7 +102,7 @@ def action_entry(space: gym.Space[Any]) -> dict[str, Any]:
         "low": [float(x) if np.isfinite(x) else None for x in space.low.ravel()],
         "high": [float(x) if np.isfinite(x) else None for x in space.high.ravel()],
         "space_shape": shape,
-        "caller": "round to whole numbers" if integer else "nothing",
+        "caller": "round to integers" if integer else "nothing",
     }
 
 

@@ -38,8 +38,7 @@ FILES = {"onnx": "policy.onnx", "torchscript": "policy.pt"}
 TOLERANCE = 1e-5
 """A file whose actions differ from the policy's by this much, relative to actions above 1, is not kept."""
 NUM_ENVS, NUM_STEPS, MAX_EPISODE = 4, 100, 1000
-"""Of the rollout whose observations the files are tried on: so many steps more than an episode has, as far as that is
-known, so that a reset is among them; an episode counts as ``MAX_EPISODE`` steps at most."""
+"""Of the rollout that tests the files: ``NUM_STEPS`` more than an episode (at most ``MAX_EPISODE``), for a reset."""
 OPSET = 17
 """Of ONNX: everything that policies use exists in it, and runtimes from 2022 on read it."""
 
@@ -49,12 +48,10 @@ Model: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """A directory with ``policy.json`` and the files that it names, and the content of ``policy.json``."""
 
     directory: Path
-    """Holds ``policy.json`` and the files that it names."""
     card: Mapping[str, Any]
-    """The content of ``policy.json``."""
 
 
 class DeployedPolicy(nn.Module):
@@ -64,10 +61,7 @@ class DeployedPolicy(nn.Module):
     bounds, and the next recurrent state. The environments of the package clip actions as well, so in them the
     clipping changes nothing.
 
-    Args:
-        policy: in evaluation mode; its normaliser is part of the function.
-        action_space: of one environment.
-        obs: an example ``[B, ...]``.
+    The policy is in evaluation mode, and its normaliser part of the function; ``obs`` is an example ``[B, ...]``.
     """
 
     low: Tensor
@@ -112,26 +106,20 @@ class DeployedPolicy(nn.Module):
 
 
 def export_policy(source: Path, output: Path | None = None, formats: Sequence[str] = tuple(FILES)) -> Exported:
-    """Write the newest checkpoint of a run, or one checkpoint, as files for deployment.
+    """Write the newest checkpoint of a run, or one checkpoint, as files for deployment, as ``write_policy`` does.
 
-    Args:
-        source: a run directory or a checkpoint.
-        output: a directory; None for ``export`` in the run directory.
-        formats: of ``onnx`` and ``torchscript``.
-
-    Raises:
-        ExportError: as ``write_policy``.
+    ``output`` is a directory; None for ``export`` in the run directory.
     """
     _check_formats(formats)
     trained = trained_policy.load_trained(source)
-    origin = _origin(trained, source)
-    env = trained.make_env(NUM_ENVS)
-    try:
-        about = {**origin, "control": control(env)}
-        directory = _default_output(source) if output is None else output
-        return write_policy(trained.policy, env, directory, formats, about=about)
-    finally:
-        env.close()
+    config, task, content = trained.config, trained.config.task.card(source), checkpoint.load(trained.checkpoint)
+    origin = {"name": trained.checkpoint.name} | {name: content[name] for name in ("iteration", "total_steps")}
+    about = {"algorithm": config.algo.name, "policy": config.policy.kind, "task": task, "checkpoint": origin}
+    if output is None:
+        directory = source if source.is_dir() else source.parent
+        output = (directory.parent if directory.name == "checkpoints" else directory) / "export"
+    with contextlib.closing(trained.make_env(NUM_ENVS)) as env:
+        return write_policy(trained.policy, env, output, formats, about={**about, "control": control(env)})
 
 
 def write_policy(
@@ -144,12 +132,7 @@ def write_policy(
 ) -> Exported:
     """Write any policy as files for deployment; they are tried on the environment before they get their names.
 
-    Args:
-        policy: stays as it is.
-        env: of the policy's task; it is reset.
-        directory: made when it is not there.
-        formats: of ``onnx`` and ``torchscript``.
-        about: what the card says besides; plain values.
+    ``about`` is what the card says besides: plain values. The environment is reset.
 
     Raises:
         ExportError: when a package is missing, the policy needs privileged observations, or a file acts differently.
@@ -172,12 +155,11 @@ def write_policy(
             **(about or {}),
             **inputs_and_outputs(policy, model.paths, env, batch[0]),
             "use": {name: _USES[name].format(inputs=_arguments(name, model)) for name in formats},
-            "verification": {
-                "observations": batch.numel(),
-                "tolerance": TOLERANCE,
-                "largest_difference": difference,
+            "verification": {"observations": batch.numel(), "tolerance": TOLERANCE, "largest_difference": difference},
+            "files": {
+                FILES[name]: {"sha256": hashlib.sha256((staging / FILES[name]).read_bytes()).hexdigest()}
+                for name in formats
             },
-            "files": {FILES[name]: {"sha256": _sha256(staging / FILES[name])} for name in formats},
         }
         (staging / CARD).write_text(as_json(card), encoding="utf-8")
         if (directory / CARD).exists():
@@ -258,11 +240,6 @@ def _check_formats(formats: Sequence[str]) -> None:
         )
 
 
-def _default_output(source: Path) -> Path:
-    directory = source if source.is_dir() else source.parent
-    return (directory.parent if directory.name == "checkpoints" else directory) / "export"
-
-
 @contextlib.contextmanager
 def _staging(directory: Path) -> Iterator[Path]:
     """Give a directory inside ``directory`` for unfinished files, and leave nothing of it behind."""
@@ -337,32 +314,11 @@ _USES = {
 
 
 def _arguments(name: str, model: DeployedPolicy) -> str:
-    variables = {path: path.replace(".", "_") for path in model.input_names}
-    if name == "onnx":
-        return ", ".join(f'"{path}": {variable}' for path, variable in variables.items())
-    return ", ".join(variables.values())
+    key = '"{}": ' if name == "onnx" else ""
+    return ", ".join(key.format(path) + path.replace(".", "_") for path in model.input_names)
 
 
 def _observations(model: DeployedPolicy, step: TensorDict) -> list[Tensor]:
     """Return the tensors ``[N, ...]`` of a recorded step that the model takes."""
     found = leaves(step[OBSERVATION])
     return [found[path] for path in model.paths]
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _origin(trained: trained_policy.TrainedPolicy, source: Path) -> dict[str, Any]:
-    task = trained.config.task.card(source)
-    content = checkpoint.load(trained.checkpoint)
-    return {
-        "algorithm": trained.config.algo.name,
-        "policy": trained.config.policy.kind,
-        "task": task,
-        "checkpoint": {
-            "name": trained.checkpoint.name,
-            "iteration": content["iteration"],
-            "total_steps": content["total_steps"],
-        },
-    }

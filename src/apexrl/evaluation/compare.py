@@ -1,4 +1,4 @@
-"""Two policies on the same episodes: how much they differ, and whether the difference is real."""
+"""Two policies on the same episodes: how much they differ, and whether the difference is statistically significant."""
 
 from __future__ import annotations
 
@@ -9,32 +9,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apexrl.core.errors import ConfigError
+from apexrl.core.errors import ConfigError, plural
 from apexrl.core.functional.intervals import mcnemar_test, mean_interval, paired_rate_interval, sign_flip_test
 from apexrl.core.result import EvaluationResult
 from apexrl.core.types import EPISODE_ID, TASK_ID
 
 LEVEL = 0.05
-"""How often a difference may be called real that is none, for all tests together."""
+"""How often chance alone may give a significant difference, for all tests together."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One field of paired episodes, B against A."""
+    """One field of paired episodes, B against A: the means of A, of B, and of B − A over the pairs."""
 
     a: float
-    """Mean of A."""
     b: float
-    """Mean of B."""
     difference: float
-    """Mean of B − A over the pairs."""
     interval: tuple[float, float]
     """95 %, of the difference: Student's t over pairs (NaN for one), of a rate Tango's score interval."""
     p_value: float
     """Of the exact test that there is no difference."""
     test: str
     only_a: int | None = None
-    """Of a rate: pairs in which A alone succeeded."""
+    """Of a rate: pairs in which A alone succeeded; ``only_b``: B alone."""
     only_b: int | None = None
 
     @property
@@ -63,23 +60,23 @@ class Comparison:
         return [name for name in ("return", "success_once") if name in self.fields]
 
     @property
-    def real(self) -> list[str]:
+    def significant(self) -> list[str]:
         """The judged fields with p-values below 0.05, divided by how many are judged (Bonferroni)."""
         return [name for name in self.judged if self.fields[name].p_value < LEVEL / len(self.judged)]
 
     def verdict(self) -> str:
-        """Say in a sentence whether the difference is real."""
-        pairs = f"{self.num_pairs} paired episode{'s' if self.num_pairs > 1 else ''}"
-        if not self.real:
+        """Say in a sentence whether the difference is statistically significant."""
+        pairs = plural(self.num_pairs, "paired episode")
+        if not self.significant:
             if all(entry.is_none for entry in self.fields.values()):
-                return f"No real difference: A and B did the same in each of {pairs}."
-            return f"No real difference: {pairs} cannot tell A and B apart."
+                return f"No significant difference: A and B did the same in each of {pairs}."
+            return f"No significant difference: {pairs} cannot tell A and B apart."
         found = [
             f"{'higher' if self.fields[name].difference > 0 else 'lower'} "
             f"{'success' if name == 'success_once' else name} (p = {self.fields[name].p_value:.2g})"
-            for name in self.real
+            for name in self.significant
         ]
-        return f"The difference is real: B has a {' and a '.join(found)}, over {pairs}."
+        return f"The difference is statistically significant: B has a {' and a '.join(found)}, over {pairs}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -87,7 +84,7 @@ class Comparison:
             "pairs": self.num_pairs,
             "left_out": self.num_left_out,
             "level": LEVEL / len(self.judged),
-            "difference_is_real": bool(self.real),
+            "difference_is_real": bool(self.significant),
             "verdict": self.verdict(),
             **{name: _difference_record(entry) for name, entry in self.fields.items()},
         }

@@ -47,7 +47,7 @@ def evaluate(
 
     Args:
         env: environments for this evaluation alone.
-        policy: evaluated as it is, normalisers frozen.
+        policy: its normalisers are frozen.
         starts: the number of episodes, or where each of them starts: a seed, of a suite an initial state.
         deterministic: take the mode of the action distribution instead of sampling.
         seed: of a number of episodes: of the environments, and of sampling, which draw from separate streams.
@@ -72,11 +72,10 @@ def evaluate(
     try:
         with evaluation_mode(policy, spawn_seed(seed, POLICY)):
             actor = make_actor(policy, env.device, deterministic=deterministic)
-            groups = (
-                _of_each(runner, actor, starts, seed, deterministic)
-                if isinstance(starts, int)
-                else _from_starts(runner, actor, starts)
-            )
+            if isinstance(starts, int):
+                groups = _of_each(runner, actor, starts, seed, deterministic)
+            else:
+                groups = _from_starts(runner, actor, starts)
             for group in groups:
                 _run_group(runner, policy, group, counted, rows, max_steps, on_progress)
     finally:
@@ -119,25 +118,20 @@ def _from_starts(env: VecEnv, actor: Actor, starts: Sequence[EpisodeStart]) -> I
         obs, order = env.start_episodes(group)
         numbers = np.array(order)
         # Apart from the numbers that the environment itself draws from its start; -1 is what is not counted.
-        streams = [_stream(group[number]) for number in order]
+        entropies: list[Any] = [getattr(group[number], "entropy", group[number]) for number in order]
+        streams = [np.random.default_rng(np.random.SeedSequence(entropy, spawn_key=(1,))) for entropy in entropies]
         yield _Group(obs, _one_by_one(actor, streams), (numbers >= 0).astype(np.int64), first + numbers)
-
-
-def _stream(start: EpisodeStart) -> np.random.Generator:
-    entropy: Any = getattr(start, "entropy", start)
-    return np.random.default_rng(np.random.SeedSequence(entropy, spawn_key=(1,)))
 
 
 def _one_by_one(actor: Actor, streams: Sequence[np.random.Generator]) -> Actor:
     """Let an actor see one environment at a time, each with its own random numbers."""
 
-    def act_alone(carry: Carry, index: int) -> dict[str, torch.Tensor]:
-        torch.manual_seed(int(streams[index].integers(2**63)))
-        # Copies, because where a row lies in memory decides how a product of matrices is computed.
-        return actor({name: value[index : index + 1].clone() for name, value in carry.items()})
-
     def act(carry: Carry) -> dict[str, torch.Tensor]:
-        rows = [act_alone(carry, index) for index in range(len(streams))]
+        rows = []
+        for index, stream in enumerate(streams):
+            torch.manual_seed(int(stream.integers(2**63)))
+            # Copies, because where a row lies in memory decides how a product of matrices is computed.
+            rows.append(actor({name: value[index : index + 1].clone() for name, value in carry.items()}))
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
     return act

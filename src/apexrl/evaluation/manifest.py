@@ -34,12 +34,8 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the file holds."""
-        return {
-            "version": MANIFEST_VERSION,
-            "task": self.task,
-            "options": dict(self.options),
-            "episodes": [episode._asdict() for episode in self.episodes],
-        }
+        episodes = [episode._asdict() for episode in self.episodes]
+        return {"version": MANIFEST_VERSION, "task": self.task, "options": dict(self.options), "episodes": episodes}
 
     @property
     def hash(self) -> str:
@@ -53,11 +49,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read a file.
-
-        Raises:
-            ConfigError: when there is none, or it is no manifest.
-        """
+        """Read a file."""
         raw = read_json(path, "manifest")
         version = raw.get("version")
         if not isinstance(version, int) or raw.keys() != {"version", "task", "options", "episodes"}:
@@ -68,7 +60,7 @@ class Manifest:
                 f"{path} is a manifest of version {version}; this one reads version {MANIFEST_VERSION}. {fix}"
             )
         if not isinstance(raw["task"], str) or not isinstance(raw["options"], dict):
-            raise ConfigError(f"{path}: 'task' must be text and 'options' a mapping.")
+            raise ConfigError(f"{path}: 'task' must be a string and 'options' a mapping.")
         if not isinstance(raw["episodes"], list) or not raw["episodes"]:
             raise ConfigError(f"{path}: 'episodes' must be a list with at least one episode.")
         kind: Any = SeedEpisode if "seed" in dict_or_empty(raw["episodes"][0]) else StateEpisode
@@ -76,11 +68,7 @@ class Manifest:
         return cls(raw["task"], raw["options"], episodes, path)
 
     def starts(self, env: VecEnv) -> Sequence[EpisodeStart]:
-        """Return where the episodes start in an environment of the task, as ``evaluate`` takes it.
-
-        Raises:
-            ConfigError: when they are episodes of another kind of task, or a suite lacks one of them.
-        """
+        """Return where the episodes start in an environment of the task, as ``evaluate`` takes it."""
         if not all(isinstance(episode, env.episode_type) for episode in self.episodes):
             raise ConfigError(
                 f"The manifest does not name the episodes of '{self.task}' by {', '.join(env.episode_type._fields)}; "
@@ -92,14 +80,9 @@ class Manifest:
 def make_manifest(
     env: VecEnv, task: str, num_episodes: int, *, seed: int = 0, options: Mapping[str, Any] | None = None
 ) -> Manifest:
-    """Draw episodes: distinct seeds, or for a suite distinct validation states, as many of each task.
+    """Sample episodes of a task: distinct seeds, or for a suite distinct validation states, as many of each task.
 
-    Args:
-        env: an environment of the task.
-        task: its name.
-        num_episodes: how many.
-        seed: of the draw. Manifests of different seeds have different episodes, but for rare coincidences.
-        options: of the task.
+    Manifests of different seeds have different episodes, but for rare coincidences.
 
     Raises:
         ConfigError: when a suite has fewer validation states.
@@ -108,11 +91,7 @@ def make_manifest(
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON file that holds a mapping.
-
-    Raises:
-        ConfigError: when there is none, or it holds something else.
-    """
+    """Read a JSON file that holds a mapping; anything else gives an empty one."""
     if not path.is_file():
         raise ConfigError(f"There is no {what} at {path}.")
     try:
@@ -134,8 +113,9 @@ def _episode(kind: Any, entry: Any, where: str) -> Any:
     for name, wanted in types.items():
         value = entry[name]
         if isinstance(value, bool) or not isinstance(value, wanted):
-            kind_of = "a whole number" if wanted is int else "text"
-            raise ConfigError(f"{where}: '{name}' must be {kind_of}, got {value!r}.")
+            raise ConfigError(
+                f"{where}: '{name}' must be {'an integer' if wanted is int else 'a string'}, got {value!r}."
+            )
         if wanted is int and not 0 <= value < MAX_EPISODE_SEED:
             raise ConfigError(f"{where}: '{name}' must lie in [0, {MAX_EPISODE_SEED}), got {value}.")
     return kind(**entry)

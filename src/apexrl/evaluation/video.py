@@ -17,15 +17,9 @@ from apexrl.rollout import evaluation_mode, initial_state, make_actor, rollout
 def record_video(
     env: VecEnv, policy: Policy, path: Path, *, seed: int = 0, num_episodes: int = 1, fps: float | None = None
 ) -> Path:
-    """Play deterministic episodes in environment 0 and write what it looks like as an MP4 file.
+    """Play deterministic episodes in environment 0, one after another, and write its images as an MP4 file.
 
-    Args:
-        env: only its first environment is drawn.
-        policy: acts with the mode of its distribution.
-        path: of the file.
-        seed: of the environments, and of what the policy draws.
-        num_episodes: one after another.
-        fps: pictures a second; None for those of the environment, which show it as fast as it is.
+    The policy acts with the mode of its distribution. ``fps`` are frames per second; None for real time.
     """
     import imageio.v2 as imageio
 
@@ -33,8 +27,7 @@ def record_video(
     temporary = path.with_suffix(".part.mp4")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.touch()  # ffmpeg would fail with a page of text
-        temporary.unlink()
+        temporary.touch()  # where it cannot be written, ffmpeg would fail with a page of text
     except OSError as error:
         raise RunDirError(f"{path} cannot be written: {error.strerror}. Name another place.") from error
     writer: Any
@@ -43,12 +36,12 @@ def record_video(
         imageio.get_writer(temporary, fps=fps or env.video_fps, macro_block_size=2) as writer,
     ):
 
-        def act_and_draw(carry: Carry) -> dict[str, torch.Tensor]:
+        def act_and_render(carry: Carry) -> dict[str, torch.Tensor]:
             writer.append_data(env.render(0))
             return actor(carry)
 
         carry: Carry = {OBSERVATION: env.reset(seed=seed), **initial_state(policy, env)}
         for _ in range(num_episodes):
-            _, carry = rollout(env, act_and_draw, carry, env.max_episode_steps or 1000, keep=(), until_done=True)
+            _, carry = rollout(env, act_and_render, carry, env.max_episode_steps or 1000, keep=(), until_done=True)
     temporary.replace(path)
     return path

@@ -1,4 +1,4 @@
-"""Trainings in processes of their own, several at once, that tell what they do and stop when they are asked to."""
+"""Runs in processes of their own, several at once, that report their progress and stop on request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECONDS_FOR_OLD_OWNER = 20.0
 
 @dataclass(frozen=True)
 class Job:
-    """A training: new, or gone on with when its directory has a run."""
+    """A run: new, or resumed when its directory has one."""
 
     config: Mapping[str, Any]
     """The whole configuration as plain values."""
@@ -48,7 +48,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """What a job tells. ``progress``: how far it is; ``evaluation``: numbers of a periodic one; the others are last."""
+    """What a job tells: ``progress``, the numbers of a periodic ``evaluation``, or, last, how it ended."""
 
     job: Job
     kind: Kind
@@ -63,24 +63,27 @@ def run_jobs(
 
     Args:
         next_job: called whenever a process is free; None when nothing can start now.
-        on_report: called with every report; returns whether the job goes on, which counts after an evaluation.
+        on_report: called with every report; returns whether the job continues, which counts after an evaluation.
         num_jobs: processes at once.
 
     Returns:
         The signal that stopped the jobs, after they saved; None when they ended by themselves.
     """
+    was_asked = False
     with _Processes() as processes, _first_signal() as stop:
         while True:
             while stop() is None and len(processes.running) < num_jobs and (job := next_job()) is not None:
                 processes.start(job)
             if not processes.running:
                 return stop()
-            if (number := stop()) is not None:
+            if not was_asked and (number := stop()) is not None:
                 processes.ask_to_stop(at_once=number == signal.SIGTERM)
-            for report in processes.reports(timeout=0.5):
+                was_asked = True
+            for connection, report in processes.reports(timeout=0.5):
                 goes_on = on_report(report)
                 if report.kind == "evaluation":
-                    processes.answer(report.job, goes_on)
+                    with suppress(OSError):  # it has ended meanwhile
+                        connection.send(goes_on)
 
 
 class _Processes:
@@ -91,7 +94,6 @@ class _Processes:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["apexrl.experiments.jobs"])
         self.running: dict[Connection, tuple[Job, BaseProcess]] = {}
-        self._was_asked = False
 
     def __enter__(self) -> _Processes:
         return self
@@ -111,8 +113,8 @@ class _Processes:
         theirs.close()  # so that the pipe ends with the process
         self.running[own] = (job, process)
 
-    def reports(self, timeout: float) -> Iterator[Report]:
-        """Yield what the processes have told by now."""
+    def reports(self, timeout: float) -> Iterator[tuple[Connection, Report]]:
+        """Yield what the processes have told by now, and the pipe to answer."""
         for connection in wait(list(self.running), timeout):
             assert isinstance(connection, Connection)
             job, process = self.running[connection]
@@ -125,20 +127,10 @@ class _Processes:
                 del self.running[connection]
                 process.join()
                 connection.close()
-            yield Report(job, kind, values)
-
-    def answer(self, job: Job, goes_on: bool) -> None:
-        """Tell a process that waits after an evaluation whether to go on."""
-        for connection, (other, _) in self.running.items():
-            if other is job:
-                with suppress(OSError):
-                    connection.send(goes_on)
+            yield connection, Report(job, kind, values)
 
     def ask_to_stop(self, *, at_once: bool) -> None:
-        """Ask every process, once, to save and leave: at the end of its iteration, or at once."""
-        if self._was_asked:
-            return
-        self._was_asked = True
+        """Ask every process to save and leave: at the end of its iteration, or at once."""
         for connection, (_, process) in self.running.items():
             with suppress(OSError):
                 if at_once:

@@ -1,4 +1,4 @@
-"""Pictures of runs."""
+"""Images of runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from apexrl.core.errors import ConfigError, RunDirError
 from apexrl.core.functional.intervals import iqm, iqm_interval
 from apexrl.core.system import files
 from apexrl.experiments import seeds
-from apexrl.run.records import Estimate, Log, read_log
+from apexrl.run.records import Estimate, Log, error_bars, read_log
 
 _PANELS = (
     ("return", "rollout/return", "return"),
@@ -22,12 +22,7 @@ _LOGGED = ("total_steps", *(name for _, name, _ in _PANELS))
 
 def plot_runs(run_dirs: Sequence[Path], path: Path, tell: Callable[[str], None]) -> Path:
     """Draw learning curves: of a run training as a line and evaluations as points with intervals; of several seeds
-    their interquartile mean with its interval, and each seed faintly.
-
-    Args:
-        run_dirs: runs, and directories of seeds.
-        path: of the picture.
-        tell: gets a sentence about everything that is damaged, and left out.
+    their interquartile mean with its interval, and each seed faintly. ``tell`` gets a sentence about what is damaged.
     """
     if path.suffix not in (".png", ".pdf", ".svg"):
         raise ConfigError(f"--output {path} must end in .png, .pdf or .svg.")
@@ -59,8 +54,8 @@ class _Run:
         directories = [directory]
         if self.is_seeds:
             stored = seeds.read(directory)
-            begun = [stored.run_dir(run) for run in stored.runs if run.state != "failed"]
-            directories = [entry for entry in begun if entry.is_dir()]
+            directories = [stored.run_dir(run) for run in stored.runs if run.state != "failed"]
+            directories = [entry for entry in directories if entry.is_dir()]
         self.logs = [_read_log(entry, tell) for entry in directories]
 
     def has(self, panel: tuple[str, str, str]) -> bool:
@@ -85,18 +80,17 @@ class _Run:
                 label = f"{self.name}, training"
                 axis.plot(list(points), list(points.values()), color=color, alpha=0.6, linewidth=1.2, label=label)
             if estimates := log.evaluated(evaluation_name):
-                _draw_evaluations(axis, estimates, color, f"{self.name}, evaluation")
+                places, means = list(estimates), [entry.mean for entry in estimates.values()]
+                bars, label = error_bars(estimates.values()), f"{self.name}, evaluation"
+                axis.errorbar(places, means, yerr=bars, color=color, marker="o", markersize=4, capsize=2, label=label)
 
 
 def plot_tasks(tasks: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
     """Draw the success rate of each task with its interval, as bars."""
-    names = list(tasks)
-    rates = [100 * tasks[name]["success_rate"] for name in names]
-    bounds = [[100 * bound for bound in tasks[name]["interval"]] for name in names]
-    below = [max(0.0, rate - low) for rate, (low, _) in zip(rates, bounds, strict=True)]
-    above = [max(0.0, high - rate) for rate, (_, high) in zip(rates, bounds, strict=True)]
-    figure, axis = _subplots(figsize=(6.5, 1.2 + 0.34 * len(names)))
-    axis.barh(names, rates, xerr=[below, above], color="C0", alpha=0.8, error_kw={"capsize": 2, "elinewidth": 1})
+    rates = [Estimate(*(100 * rate for rate in (task["success_rate"], *task["interval"]))) for task in tasks.values()]
+    means, bars = [rate.mean for rate in rates], error_bars(rates)
+    figure, axis = _subplots(figsize=(6.5, 1.2 + 0.34 * len(tasks)))
+    axis.barh(list(tasks), means, xerr=bars, color="C0", alpha=0.8, error_kw={"capsize": 2, "elinewidth": 1})
     axis.invert_yaxis()
     axis.set(xlim=(0, 101), xlabel="success, % (95 % interval)")
     axis.grid(axis="x", alpha=0.3)
@@ -106,14 +100,7 @@ def plot_tasks(tasks: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
 def plot_sweep(
     trials: Sequence[Mapping[str, Any]], objective: str, importance: Mapping[str, float], path: Path
 ) -> Path:
-    """Draw what the trials of a sweep gave: one after another, against each parameter, and what mattered.
-
-    Args:
-        trials: ``number``, ``state``, ``value`` (None where there is none), ``best`` so far, and ``params``.
-        objective: what the values are.
-        importance: share of each parameter; may be empty.
-        path: of the picture.
-    """
+    """Draw what the trials of ``sweep.json`` gave: one after another, against each parameter, and what mattered."""
     known = [trial for trial in trials if trial["value"] is not None]
     names = list(dict.fromkeys(name for trial in known for name in trial["params"]))
     count = 1 + len(names) + bool(importance)
@@ -123,8 +110,7 @@ def plot_sweep(
     axes = list(grid.flat)
     for axis in axes[count:]:
         axis.set_visible(False)
-    groups = [("complete", "C0", "o"), ("pruned", "C1", "x")]
-    for state, color, marker in groups:
+    for state, color, marker in (("complete", "C0", "o"), ("pruned", "C1", "x")):
         chosen = [trial for trial in known if trial["state"] == state]
         values = [trial["value"] for trial in chosen]
         axes[0].scatter([trial["number"] for trial in chosen], values, color=color, marker=marker, label=state)
@@ -180,11 +166,3 @@ def _read_log(run: Path, tell: Callable[[str], None]) -> Log:
     for note in notes:
         tell(note)
     return log
-
-
-def _draw_evaluations(axis: Any, estimates: Mapping[int, Estimate], color: str, label: str) -> None:
-    means = [entry.mean for entry in estimates.values()]
-    below = [max(0.0, entry.mean - entry.low) for entry in estimates.values()]
-    above = [max(0.0, entry.high - entry.mean) for entry in estimates.values()]
-    steps = list(estimates)
-    axis.errorbar(steps, means, yerr=[below, above], color=color, marker="o", markersize=4, capsize=2, label=label)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +18,6 @@ from apexrl.core.system.provenance import provenance
 from apexrl.core.types import EPISODE_ID, TASK_ID, TRUNCATED
 from apexrl.evaluation.evaluate import EvaluationResult, evaluate, group_size
 from apexrl.evaluation.manifest import Manifest, dict_or_empty, read_json
-from apexrl.run.config import Config
 from apexrl.run.trained_policy import TrainedPolicy
 
 RESULTS_VERSION = 1
@@ -39,20 +39,6 @@ class Results:
     result: EvaluationResult
 
 
-def with_task_options(config: Config, manifest: Manifest) -> Config:
-    """Return a configuration with the task as a manifest pins it.
-
-    Raises:
-        ConfigError: when the manifest is of another task, or an option is impossible.
-    """
-    if config.task.id != manifest.task:
-        raise ConfigError(
-            f"The manifest is of the task '{manifest.task}', the policy was trained on '{config.task.id}'. "
-            f"Write one for it: apexrl manifest {config.task.id} --output FILE."
-        )
-    return replace(config, task=config.task.with_options(manifest.options))
-
-
 def evaluate_trained(
     trained: TrainedPolicy,
     manifest: Manifest,
@@ -66,27 +52,25 @@ def evaluate_trained(
     Raises:
         ConfigError: when the manifest is of another task, or its options give other observations or actions.
     """
-    pinned = replace(trained, config=with_task_options(trained.config, manifest), device=torch.device(device))
-    env = pinned.make_env(group_size(len(manifest.episodes), num_envs))
-    try:
-        if pinned.config != trained.config:
-            _check_same_spaces(trained, env, manifest)
-        starts = manifest.starts(env)
-        policy = trained.policy.to(device)
-        return evaluate(env, policy, starts, events=trained.events, on_progress=on_progress)
-    finally:
-        env.close()
-
-
-def _check_same_spaces(trained: TrainedPolicy, env: Any, manifest: Manifest) -> None:
-    own = trained.make_env(1)
-    spaces = [(one.observation_space, one.action_space) for one in (own, env)]
-    own.close()
-    if spaces[0] != spaces[1]:
+    config = trained.config
+    if config.task.id != manifest.task:
         raise ConfigError(
-            f"The options of the manifest, {dict(manifest.options)}, give other observations or actions than "
-            f"{trained.config.task.options}, with which the policy was trained. Use a manifest that fits it."
+            f"The manifest is of the task '{manifest.task}', the policy was trained on '{config.task.id}'. "
+            f"Write one for it: apexrl manifest {config.task.id} --output FILE."
         )
+    config = replace(config, task=config.task.with_options(manifest.options))
+    pinned = replace(trained, config=config, device=torch.device(device))
+    with contextlib.closing(pinned.make_env(group_size(len(manifest.episodes), num_envs))) as env:
+        if config != trained.config:
+            with contextlib.closing(trained.make_env(1)) as own:
+                is_same = (own.observation_space, own.action_space) == (env.observation_space, env.action_space)
+            if not is_same:
+                raise ConfigError(
+                    f"The options of the manifest, {dict(manifest.options)}, give other observations or actions than "
+                    f"{trained.config.task.options}, with which the policy was trained. Use a manifest that fits it."
+                )
+        policy = trained.policy.to(device)
+        return evaluate(env, policy, manifest.starts(env), events=trained.events, on_progress=on_progress)
 
 
 def results_record(
@@ -94,12 +78,7 @@ def results_record(
 ) -> dict[str, Any]:
     """Return what a file of results holds; plain values, null for what is not known.
 
-    Args:
-        trained: what was evaluated.
-        manifest: on which episodes.
-        result: what came out.
-        command: that repeats it.
-        **how: further facts about the run, such as the number of environments; none changes a number on a CPU.
+    ``how`` are further facts about the run, such as the number of environments; none changes a number on a CPU.
     """
     return {
         "version": RESULTS_VERSION,
@@ -133,18 +112,11 @@ def episode_rows(manifest: Manifest, result: EvaluationResult) -> list[dict[str,
 
 
 def read_results(path: Path) -> Results:
-    """Read a file that ``apexrl eval --manifest … --output`` wrote.
-
-    Raises:
-        ConfigError: when it is none.
-    """
+    """Read a file that ``apexrl eval --manifest … --output`` wrote."""
     raw = read_json(path, "file of results")
     rows, checkpoint = raw.get("episodes"), dict_or_empty(raw.get("checkpoint"))
-    if (
-        raw.get("version") != RESULTS_VERSION
-        or not isinstance(raw.get("manifest_hash"), str)
-        or not isinstance(rows, list)
-    ):
+    is_known = raw.get("version") == RESULTS_VERSION and isinstance(raw.get("manifest_hash"), str)
+    if not is_known or not isinstance(rows, list):
         raise ConfigError(
             f"{path} is not a file of results of version {RESULTS_VERSION}; "
             "'apexrl eval RUN_DIR --manifest FILE --output FILE' writes one."

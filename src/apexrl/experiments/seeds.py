@@ -1,4 +1,4 @@
-"""Runs that differ in their seed alone: what is kept of them, and what they say together."""
+"""Runs that differ in their seed alone: what is kept of them, aggregated."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ SEEDS_VERSION = 1
 MAX_RUN_SEED, MAX_SEEDS = 2**31, 1000
 SUMMARY_FIELDS = ("return", "success_rate")
 """Of an evaluation's record, that are aggregated where every seed has them."""
-
-
 State = Literal["waiting", "done", "failed"]
 
 
@@ -60,13 +58,9 @@ class SeedRuns:
         """Write ``seeds.json`` with what is known by now."""
         with warnings.catch_warnings(action="ignore", category=FewSamplesWarning):  # others are still training
             aggregate = self.aggregate()
-        content = {
-            "version": SEEDS_VERSION,
-            "aggregate": aggregate,
-            "runs": [asdict(run) for run in self.runs],
-            "config": self.config,
-        }
-        return files.replace_text(self.directory / FILE, json.dumps(content, indent=1) + "\n")
+        runs = [asdict(run) for run in self.runs]
+        content = {"version": SEEDS_VERSION, "aggregate": aggregate, "runs": runs, "config": self.config}
+        return files.write_json(self.directory / FILE, content)
 
     def aggregate(self) -> dict[str, dict[str, Any]]:
         """Return interquartile mean and interval of every field that all finished runs have."""
@@ -80,14 +74,10 @@ class SeedRuns:
 
 
 def read(directory: Path) -> SeedRuns:
-    """Read ``seeds.json`` of a directory.
-
-    Raises:
-        RunDirError: when it is missing, damaged or of a newer version.
-    """
+    """Read ``seeds.json`` of a directory."""
     path = directory / FILE
     if not path.is_file():
-        raise RunDirError(f"{directory} holds no {FILE}: name a directory that 'apexrl train --seeds' made.")
+        raise RunDirError(f"{directory} holds no {FILE}: name a directory that 'apexrl train --seeds' created.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["version"] > SEEDS_VERSION:
@@ -96,21 +86,20 @@ def read(directory: Path) -> SeedRuns:
             )
         if not isinstance(content["config"], dict):
             raise TypeError("'config' must be a mapping")
-        return SeedRuns(directory, content["config"], [_checked_run(SeedRun(**entry)) for entry in content["runs"]])
+        runs = [SeedRun(**entry) for entry in content["runs"]]
+        for run in runs:
+            _check(run)
+        return SeedRuns(directory, content["config"], runs)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunDirError(f"{path} is damaged ({type(error).__name__}: {error}); start the seeds again.") from error
     except OSError as error:
         raise RunDirError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def _checked_run(run: SeedRun) -> SeedRun:
-    """Return a run as it was read.
-
-    Raises:
-        ValueError: when it cannot have been written by a run.
-    """
+def _check(run: SeedRun) -> None:
+    """Raise a ValueError about what cannot have been written by a run."""
     if type(run.seed) is not int or not 0 <= run.seed <= MAX_RUN_SEED:
-        raise ValueError(f"'seed' must be a whole number from 0 to {MAX_RUN_SEED}")
+        raise ValueError(f"'seed' must be an integer from 0 to {MAX_RUN_SEED}")
     if run.state not in get_args(State):
         raise ValueError(f"'state' of seed {run.seed} must be one of {', '.join(get_args(State))}")
     if run.state == "done":
@@ -119,7 +108,6 @@ def _checked_run(run: SeedRun) -> SeedRun:
         numbers = [run.result["return"], low, high, run.result["episodes"], run.result.get("success_rate", 0.0), *rates]
         if not all(isinstance(number, int | float) for number in numbers):
             raise ValueError(f"'result' of seed {run.seed} must hold numbers")
-    return run
 
 
 def parse_seeds(text: str, first: int) -> list[int]:
@@ -140,12 +128,7 @@ def parse_seeds(text: str, first: int) -> list[int]:
 
 
 def summary(values: NDArray[np.float64], trials: int | None = None) -> dict[str, Any]:
-    """Return interquartile mean, its interval and the plain mean of what seeds gave.
-
-    Args:
-        values: of seeds and tasks, ``[S, K]``.
-        trials: of rates, the episodes of all seeds and tasks together.
-    """
+    """Return interquartile mean, its interval and the mean of seeds and tasks ``[S, K]``; see ``iqm_interval``."""
     return {
         "iqm": float(iqm(values, axis=None)),
         "interval": list(map(float, iqm_interval(values, trials=trials))) if len(values) > 1 else None,
@@ -156,12 +139,9 @@ def summary(values: NDArray[np.float64], trials: int | None = None) -> dict[str,
 
 
 def curve(logs: Sequence[Log], training_name: str, evaluation_name: str) -> tuple[NDArray[np.float64], ...]:
-    """Return what runs of several seeds have measured at the same steps.
+    """Return steps ``[P]`` and what runs of several seeds measured there ``[S, P]``; empty with none in common.
 
     Periodic evaluations are taken where every run has two or more, what training saw otherwise.
-
-    Returns:
-        Steps ``[P]`` and values ``[S, P]``; both empty when the runs have nothing in common.
     """
     evaluated = [{step: found.mean for step, found in log.evaluated(evaluation_name).items()} for log in logs]
     for points in (evaluated, [log.trained(training_name) for log in logs]):

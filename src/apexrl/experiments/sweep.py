@@ -1,10 +1,11 @@
-"""A search with Optuna: trials are trainings in processes of their own, and nothing is lost when it is killed."""
+"""A hyperparameter sweep with Optuna: trials are runs in processes of their own, and a kill loses nothing."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +23,40 @@ from apexrl.core.system import files
 from apexrl.core.system.json_lines import read_json_lines
 from apexrl.experiments.jobs import Job, Report
 from apexrl.experiments.plots import plot_sweep
-from apexrl.experiments.sweep_file import Dimension, SweepFile, as_text, sweep_from
+from apexrl.experiments.sweep_file import Dimension, SweepFile, as_text, read_sweep, sweep_from
 from apexrl.run.loading import parse_yaml
 
-JOURNAL, SWEEP, BEST, RESULTS, PICTURE = "journal.jsonl", "sweep.yaml", "best.yaml", "sweep.json", "sweep.png"
+JOURNAL, SWEEP, BEST, RESULTS, IMAGE = "journal.jsonl", "sweep.yaml", "best.yaml", "sweep.json", "sweep.png"
 ERROR, SCORES = "error", "scores"
 """What is kept of a trial besides what Optuna does: why it failed, and the value of each seed."""
 MIN_FOR_IMPORTANCE = 8
 """Finished trials before it is said which field mattered."""
+_PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
+    "none": optuna.pruners.NopPruner,
+    "median": partial(optuna.pruners.MedianPruner, n_startup_trials=4, n_warmup_steps=0),
+    "halving": optuna.pruners.SuccessiveHalvingPruner,
+}
 
 
 class Sweep:
     """The trials of a sweep, in its directory.
 
-    Args:
-        file: what is searched.
-        directory: where everything lies; the caller holds its lock.
-        tell: shows a line.
+    The caller holds the lock of the directory; ``tell`` shows a line.
     """
 
     def __init__(self, file: SweepFile, directory: Path, tell: Callable[[str], None]) -> None:
         self.file, self.directory, self.tell = file, directory, tell
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         files.replace_text(directory / SWEEP, yaml.safe_dump(file.to_dict(), sort_keys=False))
-        _mend_journal(directory / JOURNAL)
+        _repair_journal(directory / JOURNAL)
         self.study = optuna.create_study(
             storage=JournalStorage(JournalFileBackend(str(directory / JOURNAL))),
             study_name="sweep",
             direction=file.direction,
-            pruner=_pruner(file.pruning),
+            pruner=_PRUNERS[file.pruning](),
             load_if_exists=True,
         )
-        # Those that were running when the sweep was killed go on from their checkpoints.
+        # Those that were running when the sweep was killed resume from their checkpoints.
         self._interrupted = [Trial(self.study, trial._trial_id) for trial in self._trials(TrialState.RUNNING)]
         self._jobs: dict[Path, Trial] = {}
         self._waiting: list[tuple[Trial, int]] = []
@@ -80,10 +83,10 @@ class Sweep:
             self._waiting.append((trial, config.training.seed + len(trial.user_attrs.get(SCORES, []))))
 
     def on_report(self, report: Report) -> bool:
-        """Note what a trial did; returns whether it goes on."""
+        """Note what a trial did; returns whether it continues."""
         trial, values = self._jobs[report.job.run_dir], report.values
         if report.kind == "evaluation":
-            return self._goes_on(trial, values)
+            return not self._is_pruned(trial, values)
         if report.kind == "failed":
             self._fail(trial, values["error"])
         elif report.kind == "stopped" and trial.number in self._pruned:
@@ -100,9 +103,9 @@ class Sweep:
         return f"trial {trial.number}" + (f", {report.job.run_dir.name}" if self.file.seeds > 1 else "")
 
     def write(self) -> dict[str, Any]:
-        """Write results, picture and the best configuration; returns the results."""
+        """Write results and the best configuration; returns the results."""
         results = self._results()
-        files.replace_text(self.directory / RESULTS, json.dumps(results, indent=1) + "\n")
+        files.write_json(self.directory / RESULTS, results)
         if (best := results["best"]) is not None:
             text = yaml.safe_dump(self.file.config(best["params"]).to_dict(), sort_keys=False)
             head = f"# Trial {best['number']} of a sweep: {self.file.objective} {best['value']:.6g}.\n"
@@ -111,7 +114,7 @@ class Sweep:
 
     def draw(self, results: Mapping[str, Any]) -> Path:
         """Draw the results."""
-        return plot_sweep(results["trials"], self.file.objective, results["importance"], self.directory / PICTURE)
+        return plot_sweep(results["trials"], self.file.objective, results["importance"], self.directory / IMAGE)
 
     def _job(self, trial: Trial, seed: int) -> Job:
         values = {**self._values(trial.params), "training.seed": seed}
@@ -139,19 +142,17 @@ class Sweep:
         labels = {dimension.name: _labels(dimension) for dimension in self.file.space if dimension.choices}
         return {name: labels[name][value] if name in labels else value for name, value in params.items()}
 
-    def _goes_on(self, trial: Trial, logged: Mapping[str, float]) -> bool:
+    def _is_pruned(self, trial: Trial, logged: Mapping[str, float]) -> bool:
         """Report an evaluation of a trial's first seed, and ask the pruner."""
         value = _objective(self.file.objective, logged)
-        has_scores = bool(trial.user_attrs.get(SCORES))
-        if self.file.pruning == "none" or value is None or has_scores:
-            return True
+        if self.file.pruning == "none" or value is None or trial.user_attrs.get(SCORES):
+            return False
         step = int(logged["iteration"])
         if step not in self.study.get_trials(deepcopy=False)[trial.number].intermediate_values:
             trial.report(value, step)
         if trial.should_prune():
             self._pruned.add(trial.number)
-            return False
-        return True
+        return trial.number in self._pruned
 
     def _finish_seed(self, trial: Trial, seed: int, result: Mapping[str, Any]) -> None:
         known = {name: value for name, value in result["logged"].items() if "/" in name}
@@ -160,7 +161,7 @@ class Sweep:
         if value is None:  # no other trial will have it
             raise ConfigError(
                 f"objective '{self.file.objective}' is no number of an evaluation or a log; known are "
-                f"{', '.join(sorted(known))}.{did_you_mean(self.file.objective, known)} Mend the file, and name "
+                f"{', '.join(sorted(known))}.{did_you_mean(self.file.objective, known)} Fix the file, and name "
                 "another directory with --dir."
             )
         scores = [*trial.user_attrs.get(SCORES, []), value]
@@ -186,17 +187,9 @@ class Sweep:
         for trial in self._trials():
             if trial.state == TrialState.COMPLETE and trial.value is not None:
                 best = trial.value if best is None else pick(best, trial.value)
-            trials.append(
-                {
-                    "number": trial.number,
-                    "state": trial.state.name.lower(),
-                    "value": trial.value,
-                    "best": best,
-                    "params": self._values(trial.params),
-                    "scores": trial.user_attrs.get(SCORES, []),
-                    "error": trial.user_attrs.get(ERROR, ""),
-                }
-            )
+            entry = {"number": trial.number, "state": trial.state.name.lower(), "value": trial.value, "best": best}
+            kept = {"scores": trial.user_attrs.get(SCORES, []), "error": trial.user_attrs.get(ERROR, "")}
+            trials.append({**entry, "params": self._values(trial.params), **kept})
         complete = [trial for trial in trials if trial["state"] == "complete"]
         return {
             "version": 1,
@@ -214,12 +207,27 @@ class Sweep:
         return optuna.importance.get_param_importances(self.study, evaluator=evaluator)
 
 
-def stored_sweep(directory: Path) -> SweepFile | None:
-    """Return the sweep that a directory holds; None when it holds nothing.
+def find_sweep(path: Path | None, resumed: Path | None, directory: Path | None) -> tuple[SweepFile, Path]:
+    """Return what is searched, and where: the sweep file ``path``, or the sweep of the directory ``resumed``."""
+    if (path is None) == (resumed is None):
+        raise ConfigError("Give a sweep file, or --resume and the directory of a sweep.")
+    if path is None:
+        assert resumed is not None
+        if directory is not None:
+            raise ConfigError(f"--resume {resumed} stays in its own directory; leave --dir out.")
+        stored = stored_sweep(resumed)
+        if stored is None:
+            raise RunDirError(f"{resumed} holds no sweep; name a directory that 'apexrl sweep' created.")
+        return stored, resumed
+    file, directory = read_sweep(path), directory or Path("sweeps") / path.stem
+    stored = stored_sweep(directory)
+    if stored is not None:
+        check_same(file, stored, directory)
+    return file, directory
 
-    Raises:
-        RunDirError: when it holds something else.
-    """
+
+def stored_sweep(directory: Path) -> SweepFile | None:
+    """Return the sweep that a directory holds; None when it holds nothing."""
     path = directory / SWEEP
     if path.is_file():
         return sweep_from(parse_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path)), str(path))
@@ -229,7 +237,7 @@ def stored_sweep(directory: Path) -> SweepFile | None:
 
 
 def check_same(asked: SweepFile, stored: SweepFile, directory: Path) -> None:
-    """Refuse to go on with another search than the one that a directory holds; the number of trials may change."""
+    """Refuse to resume another sweep than the one that a directory holds; the number of trials may change."""
     before, after = (
         {name: as_text(value) for name, value in sweep.to_dict().items() if name != "trials"}
         for sweep in (stored, asked)
@@ -237,16 +245,15 @@ def check_same(asked: SweepFile, stored: SweepFile, directory: Path) -> None:
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     if changed:
         raise ConfigError(
-            f"{directory} holds a sweep with another '{changed[0]}'; name another directory with --dir, or go on with "
-            f"the old one by --resume {directory}."
+            f"{directory} holds a sweep with another '{changed[0]}'; name another directory with --dir, or resume "
+            f"the old one with --resume {directory}."
         )
 
 
 def _labels(dimension: Dimension) -> dict[CategoricalChoiceType, Any]:
-    """Return what Optuna calls the choices of a field.
+    """Return what Optuna calls the choices of a field: as they are, lists and mappings by their JSON.
 
-    Lists and mappings are called by their JSON. Where that gives two choices one name, because true, 1 and 1.0 are
-    equal in Python, all of them are called by their text.
+    Where that gives two choices one name, because true, 1 and 1.0 are equal in Python, all are called by their text.
     """
     distinct: dict[Any, Any] = {as_text(choice): choice for choice in dimension.choices}
     names: dict[Any, Any] = {
@@ -256,21 +263,13 @@ def _labels(dimension: Dimension) -> dict[CategoricalChoiceType, Any]:
     return names if len(names) == len(distinct) else distinct
 
 
-def _pruner(name: str) -> optuna.pruners.BasePruner:
-    if name == "median":
-        return optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=0)
-    if name == "halving":
-        return optuna.pruners.SuccessiveHalvingPruner()
-    return optuna.pruners.NopPruner()
-
-
 def _objective(name: str, logged: Mapping[str, Any]) -> float | None:
     """Return the objective from numbers by their log names; None when it is not there or not finite."""
     value = logged.get(name, logged.get(f"eval/{name}"))
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _mend_journal(path: Path) -> None:
+def _repair_journal(path: Path) -> None:
     """Cut off a line that a kill left unfinished, and the lock of a process that is gone."""
     path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
     if path.is_file() and not path.read_bytes().endswith(b"\n"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,15 +24,6 @@ SWEEP_CHOICES = {
 """Fields with a few possible values."""
 MAX_COUNTS = {"trials": 100_000, "seeds": 100}
 """Fields that count, and their largest value."""
-DEFAULTS: dict[str, Any] = {
-    "trials": 20,
-    "objective": "return",
-    "direction": "maximize",
-    "seeds": 1,
-    "pruning": "none",
-    "sampler": "tpe",
-    "seed": 0,
-}
 
 
 @dataclass(frozen=True)
@@ -46,10 +37,6 @@ class Dimension:
     log: bool = False
     is_integer: bool = False
 
-    def ends(self) -> Sequence[Any]:
-        """Return values that must be possible: the choices, or the two ends."""
-        return self.choices or (self.low, self.high)
-
 
 @dataclass(frozen=True)
 class SweepFile:
@@ -61,13 +48,13 @@ class SweepFile:
     given: dict[str, Any]
     """The fields as they stand in the file, with defaults."""
 
-    trials: int
-    objective: str
-    direction: Literal["maximize", "minimize"]
-    seeds: int
-    pruning: str
-    sampler: str
-    seed: int
+    trials: int = 20
+    objective: str = "return"
+    direction: Literal["maximize", "minimize"] = "maximize"
+    seeds: int = 1
+    pruning: str = "none"
+    sampler: str = "tpe"
+    seed: int = 0
 
     def config(self, values: Mapping[str, Any]) -> Config:
         """Return the configuration of a trial."""
@@ -75,19 +62,18 @@ class SweepFile:
 
     def with_trials(self, trials: int) -> SweepFile:
         """Return the same search with another number of trials."""
-        return replace(self, trials=trials, given={**self.given, "trials": trials})
+        return sweep_from({**self.to_dict(), "trials": trials}, "--trials")
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, which ``sweep_from`` reads."""
         return {"version": SWEEP_VERSION, **self.given, "base": self.base}
 
 
-def read_sweep(path: Path) -> SweepFile:
-    """Read the file of a sweep, or one that ships, by its name.
+DEFAULTS = {entry.name: entry.default for entry in fields(SweepFile) if entry.default is not MISSING}
 
-    Raises:
-        ConfigError: with one line for each problem.
-    """
+
+def read_sweep(path: Path) -> SweepFile:
+    """Read the file of a sweep, or one that ships, by its name."""
     shipped = {entry.stem: entry for entry in sorted((preset_dir() / "sweeps").glob("*.yaml"))}
     if not path.is_file():
         if str(path) not in shipped:
@@ -102,7 +88,11 @@ def read_sweep(path: Path) -> SweepFile:
 
 
 def sweep_from(raw: Mapping[str, Any], where: str) -> SweepFile:
-    """Make a sweep from plain values: those of a file, or those that a sweep's directory keeps."""
+    """Create a sweep from plain values: those of a file, or those that a sweep's directory keeps.
+
+    Raises:
+        ConfigError: with one line for each problem.
+    """
     if "base" in raw:  # as a sweep's directory keeps it
         version = raw.get("version", SWEEP_VERSION)
         if not isinstance(version, int) or version > SWEEP_VERSION:
@@ -114,16 +104,23 @@ def sweep_from(raw: Mapping[str, Any], where: str) -> SweepFile:
     else:
         given = {**DEFAULTS, **raw}
         base = _base(given, where).to_dict()
-    problems = _scalar_problems(given)
-    space = [_dimension(name, entry, problems) for name, entry in _mapping(given, "space", problems).items()]
+    problems, space = _scalar_problems(given), []
+    for name, entry in _mapping(given, "space", problems).items():
+        try:
+            space.append(_dimension(name, entry))
+        except ConfigError as error:
+            problems.append(str(error))
     if not given.get("space"):
         problems.append("space must hold at least one field, such as algo.learning_rate: {low: 1e-4, high: 1e-2}.")
-    if problems:
-        raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems))
-    known = [dimension for dimension in space if dimension is not None]
-    sweep = SweepFile(base, tuple(known), given, **{name: given[name] for name in DEFAULTS})
-    _check_values(sweep, where)
+    _refuse(problems, where)
+    sweep = SweepFile(base, tuple(space), given, **{name: given[name] for name in DEFAULTS})
+    _refuse(_impossible_values(sweep), where)
     return sweep
+
+
+def _refuse(problems: Iterable[str], where: str) -> None:
+    if lines := [f"{where}: {problem}" for problem in problems]:
+        raise ConfigError("\n".join(lines))
 
 
 def as_text(value: Any) -> str:
@@ -145,11 +142,10 @@ def _base(given: dict[str, Any], where: str) -> Config:
         raise ConfigError(f"{where}: give one of preset, such as cartpole_ppo, and config, a YAML file.")
     source = given.get("preset", given.get("config"))
     if not isinstance(source, str):
-        raise ConfigError(f"{where}: {'preset' if 'preset' in given else 'config'} must be text, got {source!r}.")
+        raise ConfigError(f"{where}: {'preset' if 'preset' in given else 'config'} must be a string, got {source!r}.")
     problems: list[str] = []
     overrides = _mapping(given, "overrides", problems)
-    if problems:
-        raise ConfigError(f"{where}: {problems[0]}")
+    _refuse(problems, where)
     try:
         return overridden(read_source(source), [(str(name), as_text(value)) for name, value in overrides.items()])
     except ConfigError as error:
@@ -175,7 +171,7 @@ def _scalar_problems(given: Mapping[str, Any]) -> list[str]:
     for name, most in (*MAX_COUNTS.items(), ("seed", 2**31)):
         value, least = given[name], 0 if name == "seed" else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            problems.append(f"{name} must be a whole number from {least} to {most}, got {value!r}.")
+            problems.append(f"{name} must be an integer from {least} to {most}, got {value!r}.")
     if not isinstance(given["objective"], str) or not given["objective"]:
         problems.append(
             f"objective must be return, success_rate or another number of an evaluation, or a metric such as "
@@ -184,52 +180,44 @@ def _scalar_problems(given: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _dimension(name: str, entry: Any, problems: list[str]) -> Dimension | None:
-    """Check one field of the space; problems are added to the list."""
+def _dimension(name: str, entry: Any) -> Dimension:
+    """Check one field of the space."""
     kind = _kind(name)
     if kind is None:
-        problems.append(f"space.{name}: there is no such field.{did_you_mean(str(name), field_paths())}")
-        return None
+        raise ConfigError(f"space.{name}: there is no such field.{did_you_mean(str(name), field_paths())}")
     if name == "training.seed":
-        problems.append("space.training.seed must not be searched: give seeds, how many a trial is trained with.")
-        return None
+        raise ConfigError("space.training.seed must not be searched: give seeds, how many a trial is trained with.")
     shape = "must be {low: …, high: …}, with log: true for orders of magnitude, or {choices: [...]}"
-    allowed = {"choices"} if isinstance(entry, dict) and "choices" in entry else {"low", "high", "log"}
-    if not isinstance(entry, dict) or (not {"choices"} <= set(entry) and not {"low", "high"} <= set(entry)):
-        problems.append(f"space.{name} {shape}, got {entry!r}.")
-        return None
+    if not isinstance(entry, dict) or ("choices" not in entry and not {"low", "high"} <= set(entry)):
+        raise ConfigError(f"space.{name} {shape}, got {entry!r}.")
+    allowed = {"choices"} if "choices" in entry else {"low", "high", "log"}
     if extra := sorted(set(map(str, entry)) - allowed):
-        problems.append(f"space.{name} {shape}; unknown '{extra[0]}'.{did_you_mean(extra[0], allowed)}")
-        return None
-    if "choices" in entry:
-        choices = entry["choices"]
-        if not isinstance(choices, list) or len({json.dumps(choice, default=str) for choice in choices}) < 2:
-            problems.append(f"space.{name}.choices must be a list of two or more values, got {choices!r}.")
-            return None
-        return Dimension(name, tuple(choices))
-    return _range(name, entry, kind, problems)
+        raise ConfigError(f"space.{name} {shape}; unknown '{extra[0]}'.{did_you_mean(extra[0], allowed)}")
+    if "choices" not in entry:
+        return _range(name, entry, kind)
+    choices = entry["choices"]
+    if not isinstance(choices, list) or len({json.dumps(choice, default=str) for choice in choices}) < 2:
+        raise ConfigError(f"space.{name}.choices must be a list of two or more values, got {choices!r}.")
+    return Dimension(name, tuple(choices))
 
 
-def _range(name: str, entry: Mapping[str, Any], kind: str, problems: list[str]) -> Dimension | None:
+def _range(name: str, entry: Mapping[str, Any], kind: str) -> Dimension:
     low, high, log = as_number(entry["low"]), as_number(entry["high"]), entry.get("log", False)
     for end, value in (("low", low), ("high", high)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            problems.append(f"space.{name}.{end} must be a finite number, got {entry[end]!r}.")
-            return None
-    are_whole = isinstance(low, int) and isinstance(high, int)
-    is_integer = kind.startswith("int") or (are_whole and not kind.startswith("float"))
+            raise ConfigError(f"space.{name}.{end} must be a finite number, got {entry[end]!r}.")
+    has_integers = isinstance(low, int) and isinstance(high, int)
+    is_integer = kind.startswith("int") or (has_integers and not kind.startswith("float"))
     if is_integer and (low != int(low) or high != int(high)):
-        problems.append(f"space.{name} counts: low and high must be whole numbers, got {low} and {high}.")
-    elif not low < high:
-        problems.append(f"space.{name}.low must be below high ({high}), got {low}.")
-    elif not isinstance(log, bool):
-        problems.append(f"space.{name}.log must be true or false, got {log!r}.")
-    elif log and low <= 0:
-        problems.append(f"space.{name}.low must be above 0 with log: true, got {low}.")
-    else:
-        number = int if is_integer else float
-        return Dimension(name, (), number(low), number(high), log, is_integer)
-    return None
+        raise ConfigError(f"space.{name} counts: low and high must be integers, got {low} and {high}.")
+    if not low < high:
+        raise ConfigError(f"space.{name}.low must be below high ({high}), got {low}.")
+    if not isinstance(log, bool):
+        raise ConfigError(f"space.{name}.log must be true or false, got {log!r}.")
+    if log and low <= 0:
+        raise ConfigError(f"space.{name}.low must be above 0 with log: true, got {low}.")
+    number = int if is_integer else float
+    return Dimension(name, (), number(low), number(high), log, is_integer)
 
 
 def _kind(name: Any) -> str | None:
@@ -237,18 +225,15 @@ def _kind(name: Any) -> str | None:
     section, _, key = str(name).partition(".")
     if section == "task" and key.startswith("kwargs."):
         return ""
-    for cls in CONFIG_SECTIONS.get(section, ()):
-        for entry in fields(cls):
-            if entry.name == key:
-                return str(entry.type)
-    return None
+    every = (entry for cls in CONFIG_SECTIONS.get(section, ()) for entry in fields(cls))
+    return next((str(entry.type) for entry in every if entry.name == key), None)
 
 
-def _check_values(sweep: SweepFile, where: str) -> None:
+def _impossible_values(sweep: SweepFile) -> Iterable[str]:
     """Try every choice and every end alone, so that an impossible one is found before the first trial."""
     problems = []
     for dimension in sweep.space:
-        for value in dimension.ends():
+        for value in dimension.choices or (dimension.low, dimension.high):
             try:
                 config = sweep.config({dimension.name: value})
             except ConfigError as error:
@@ -261,5 +246,4 @@ def _check_values(sweep: SweepFile, where: str) -> None:
                     f"pruning {sweep.pruning} needs periodic evaluations: training.eval_interval must be at least 1, "
                     "got 0; set it in overrides, or take pruning: none."
                 )
-    if problems:
-        raise ConfigError("\n".join(f"{where}: {problem}" for problem in dict.fromkeys(problems)))
+    return dict.fromkeys(problems)

@@ -40,14 +40,10 @@ def make_trainer(
     init_from: str = "",
     lock: DirectoryLock | None = None,
 ) -> Trainer:
-    """Make environment, policy, algorithm and trainer for a configuration.
+    """Create environment, policy, algorithm and trainer for a configuration.
 
-    Args:
-        config: of the run.
-        run_dir: of the run.
-        loggers: where the numbers go.
-        init_from: a run directory or checkpoint with the first weights of the policy; empty draws them.
-        lock: of the run directory, which the trainer gives back.
+    ``init_from`` is a run directory or checkpoint with the first weights of the policy; when empty they are random.
+    The trainer gives the ``lock`` of the run directory back.
     """
     device = prepare_device(config)
     whole = decided(config, device)
@@ -60,8 +56,8 @@ def make_trainer(
     env = task.make_env(device, 1 if training.collector == "ray" else None)
     policy = make_policy(config.policy, env, device, config.algo)
     if init_from:
-        # Before the algorithm is made, which may copy weights from one network to another.
-        _start_from(policy, Path(init_from), env)
+        # Before the algorithm is created, which may copy weights from one network to another.
+        _load_weights(policy, Path(init_from), env)
     precision: Any = features.precision
     acceleration = Acceleration(graphs=features.graphs, compile=bool(features.compile), precision=precision)
     acceleration.apply()
@@ -143,10 +139,7 @@ def _own_share(config: Config) -> Config:
         return config
     algo: Any = config.algo
     if config.algorithm.shared_fields is None:
-        raise ConfigError(
-            f"algo.name {algo.name} learns in one process, not in {distributed.world_size()}; start it without "
-            "torchrun."
-        )
+        raise ConfigError(f"algo.name {algo.name} learns in one process; start it without torchrun.")
     for name, share in config.algorithm.shared_fields.items():
         if getattr(algo, name) is not None:
             algo = replace(algo, **{name: share(getattr(algo, name), f"algo.{name}")})
@@ -164,8 +157,7 @@ def load_content(source: Path) -> tuple[Path, dict[str, Any]]:
     return path, content
 
 
-def _start_from(policy: Policy, source: Path, env: VecEnv) -> None:
-    """Give a policy the weights of a checkpoint."""
+def _load_weights(policy: Policy, source: Path, env: VecEnv) -> None:
     try:
         path, content = load_content(source)
         checkpoint.load_module(policy, with_adapters(policy, content["policy"]), path)
@@ -178,12 +170,11 @@ def _start_from(policy: Policy, source: Path, env: VecEnv) -> None:
 def make_policy(
     cfg: PolicyConfig | VLAConfig, env: VecEnv, device: torch.device, algo: AlgorithmConfig | None = None
 ) -> Policy:
-    """Make the policy of a configuration for an environment's spaces; for PPO when no algorithm is given."""
+    """Create the policy of a configuration for an environment's spaces; for PPO when no algorithm is given."""
     algo = algo or PPOConfig()
     algorithm = ALGORITHMS[algo.name][0]
-    needs_value = VALUE in algorithm.required_keys
-    made = algorithm.policies[cfg.kind].from_config(cfg, env, algorithm.critic_options(algo), needs_value=needs_value)
-    return made.to(device)
+    kind, needs_value = algorithm.policies[cfg.kind], VALUE in algorithm.required_keys
+    return kind.from_config(cfg, env, algorithm.critic_options(algo), needs_value=needs_value).to(device)
 
 
 def prepare_device(config: Config) -> torch.device:
@@ -193,13 +184,16 @@ def prepare_device(config: Config) -> torch.device:
     name = config.training.device
     if name == "auto":
         return distributed.own_device(find_device())
+    return usable_device(name, "training.device")
+
+
+def usable_device(name: str, field: str) -> torch.device:
+    """Return the device that a field names, or raise a ConfigError where it cannot be used."""
     try:
         device = torch.device(name)
         if name == "cuda":
             device = distributed.own_device(device)
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"training.device '{name}' cannot be used here; use auto or cpu. {str(error).splitlines()[0]}"
-        ) from error
+        raise ConfigError(f"{field} '{name}' cannot be used here; use cpu. {str(error).splitlines()[0]}") from error
     return device

@@ -129,13 +129,10 @@ def make_config(raw: Mapping[str, Any]) -> Config:
 
 def field_paths() -> list[str]:
     """Return every ``section.field``."""
-    every = [
-        f"{section}.{entry.name}"
-        for section, classes in CONFIG_SECTIONS.items()
-        for cls in classes
-        for entry in fields(cls)
-    ]
-    return list(dict.fromkeys(every))
+    every = (
+        (section, entry) for section in CONFIG_SECTIONS for cls in CONFIG_SECTIONS[section] for entry in fields(cls)
+    )
+    return list(dict.fromkeys(f"{section}.{entry.name}" for section, entry in every))
 
 
 def field_help(section: type) -> dict[str, str]:
@@ -145,11 +142,9 @@ def field_help(section: type) -> dict[str, str]:
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
         assert isinstance(body, ast.ClassDef)
         for statement, following in zip(body.body, body.body[1:], strict=False):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-                if is_text:
-                    text = " ".join(str(following.value.value).split())  # type: ignore[attr-defined]
-                    found[statement.target.id] = text
+            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
+                found[statement.target.id] = " ".join(str(following.value.value).split())  # type: ignore[attr-defined]
     return found
 
 

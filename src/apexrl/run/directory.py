@@ -27,46 +27,59 @@ from apexrl.run.config import Config, make_config
 from apexrl.run.loading import read_config, with_overrides
 from apexrl.run.suite import FINAL_RESULTS, IMITATION, imitation_config
 
-# What may change when a run goes on: how long, how often, and where to; not what is learned.
+# What may change when a run is resumed: how long, how often, and where to; not what is learned.
 RESUMABLE_SECTIONS = ("training", "logging", "features")
 RESUMABLE_FIELDS = ("algo.save_replay",)
 FIXED_FIELDS = ("training.seed", "training.init_from")
 
 
 def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), *, name: str = "run") -> Trainer:
-    """Make a trainer in a new run directory, which gets the whole configuration.
+    """Create a trainer in a new run directory, which gets the whole configuration.
 
-    Args:
-        config: of the run.
-        run_dir: a directory that is empty or not there yet; None makes ``runs/<name>-<time>``.
-        loggers: more places for the numbers, besides the files of the run.
-        name: used when ``run_dir`` is None.
+    ``run_dir`` is empty or not there yet; None creates ``runs/<name>-<time>``. ``loggers`` are besides its files.
     """
     config = _joined(config)
     made = run_dir is None or not run_dir.exists()
     run_dir = distributed.on_main_process(lambda: claim(new_run_dir(name) if run_dir is None else run_dir))
     lock = files.DirectoryLock(run_dir)
     distributed.on_main_process(lock.acquire)
-    trainer, written = None, []
     try:
         distributed.on_main_process(lambda: _write_config(run_dir, config))
-        init_from = first_weights(config, run_dir, loggers)
-        written = file_loggers(config, run_dir)
-        trainer = make_trainer(config, run_dir, [*written, *loggers], init_from=init_from, lock=lock)
-        if warning := config.algo.warning(config.training.init_from):
-            trainer.tell(warning)
-        distributed.on_main_process(partial(add_start, run_dir, 0, trainer.policy.device))
+        trainer = _opened(config, run_dir, loggers, lock)
     except BaseException as error:
-        for opened in written if trainer is None else [trainer]:
-            opened.close()
         stopped = isinstance(error, KeyboardInterrupt | SystemExit) and config.records_demos
         is_kept = stopped or (run_dir / IMITATION).exists()
-        if distributed.is_main_process() and not is_kept:
-            _clear(run_dir)
+        if distributed.is_main_process() and not is_kept:  # delete what was written into an empty directory
+            for path in run_dir.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
         lock.release()
         if distributed.is_main_process() and made and not is_kept:
             with contextlib.suppress(OSError):  # another process may still be leaving; it must not hide what went wrong
                 run_dir.rmdir()
+        raise
+    if warning := config.algo.warning(config.training.init_from):
+        trainer.tell(warning)
+    return trainer
+
+
+def _opened(config: Config, run_dir: Path, loggers: Sequence[Logger], lock: files.DirectoryLock) -> Trainer:
+    """Create the trainer of a run directory, at its newest checkpoint; when that fails, what was opened is closed."""
+    opened: Sequence[Logger | Trainer] = []
+    try:
+        has_any = bool(checkpoint.numbered(run_dir / "checkpoints"))
+        init_from = "" if has_any else first_weights(config, run_dir, loggers)
+        written = opened = file_loggers(config, run_dir)
+        trainer = make_trainer(config, run_dir, [*written, *loggers], init_from=init_from, lock=lock)
+        opened = [trainer]
+        if has_any:
+            trainer.checkpointer.load_newest()
+        distributed.on_main_process(partial(_tidy, run_dir, config, trainer))
+    except BaseException:
+        for each in opened:
+            each.close()
         raise
     return trainer
 
@@ -78,17 +91,8 @@ def _joined(config: Config) -> Config:
     return decided(config, device)
 
 
-def _clear(run_dir: Path) -> None:
-    """Delete what a failed start wrote into a directory that was empty."""
-    for path in run_dir.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
-
-
 def new_run_dir(name: str) -> Path:
-    """Make a directory ``runs/<name>-<time>`` of its own, also for runs that start in the same second."""
+    """Create a directory ``runs/<name>-<time>`` of its own, also for runs that start in the same second."""
     stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         run_dir = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
@@ -97,9 +101,9 @@ def new_run_dir(name: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise RunDirError(f"{run_dir} cannot be made: {error.strerror}. Name another with --run-dir.") from error
+            raise RunDirError(f"{run_dir} cannot be created: {error.strerror}. Name another with --run-dir.") from error
         return run_dir
-    raise AssertionError("unreachable")
+    raise AssertionError
 
 
 def first_weights(config: Config, run_dir: Path, loggers: Sequence[Logger]) -> str:
@@ -152,7 +156,7 @@ def _imitate(config: Config, run_dir: Path, loggers: Sequence[Logger], tell: Cal
 
 
 def resume(run_dir: Path, overrides: Iterable[tuple[str, str]] = (), loggers: Sequence[Logger] = ()) -> Trainer:
-    """Go on from the newest checkpoint of a run that can be read, or from the start when it has none yet.
+    """Resume from the newest checkpoint of a run that can be read, or from the start when it has none yet.
 
     Log lines after the checkpoint are dropped, because they are written again. Nothing changes when this fails.
     """
@@ -163,21 +167,11 @@ def _resume(config: Config, run_dir: Path, loggers: Sequence[Logger]) -> Trainer
     config = _joined(config)
     lock = files.DirectoryLock(run_dir)
     distributed.on_main_process(lock.acquire)
-    trainer, written = None, []
     try:
-        has_any = bool(checkpoint.numbered(run_dir / "checkpoints"))
-        init_from = "" if has_any else first_weights(config, run_dir, loggers)
-        written = file_loggers(config, run_dir)
-        trainer = make_trainer(config, run_dir, [*written, *loggers], init_from=init_from, lock=lock)
-        if has_any:
-            trainer.checkpointer.load_newest()
-        distributed.on_main_process(partial(_tidy, run_dir, config, trainer))
+        return _opened(config, run_dir, loggers, lock)
     except BaseException:
-        for opened in written if trainer is None else [trainer]:
-            opened.close()
         lock.release()
         raise
-    return trainer
 
 
 def _tidy(run_dir: Path, config: Config, trainer: Trainer) -> None:
@@ -195,9 +189,7 @@ def resumed_config(run_dir: Path, overrides: Iterable[tuple[str, str]] = ()) -> 
     """Read a run's configuration and apply what may change; what may not can be repeated as it is."""
     path = run_dir / "config.yaml"
     if not path.is_file():
-        raise RunDirError(
-            f"{run_dir} is not a run directory: it has no config.yaml. Name one that 'apexrl train' made."
-        )
+        raise RunDirError(f"{run_dir} is not a run directory: it has no config.yaml. Name one of 'apexrl train'.")
     return changed_config(read_config(path), list(overrides))
 
 
@@ -225,21 +217,17 @@ def file_loggers(config: Config, run_dir: Path) -> list[Logger]:
     """Make the loggers that write into the run directory."""
     if not distributed.is_main_process():
         return []
-    files: list[Logger] = [JsonlLogger(run_dir / "metrics.jsonl")]
-    if config.logging.wandb != "disabled":
-        files.append(
-            WandbLogger(
-                run_dir,
-                project=config.logging.wandb_project,
-                mode=config.logging.wandb,
-                run_id=_wandb_id(run_dir),
-                name=run_dir.resolve().name,
-                config=config.to_dict(),
-            )
-        )
+    loggers: list[Logger] = [JsonlLogger(run_dir / "metrics.jsonl")]
+    if (mode := config.logging.wandb) != "disabled":
+        path = run_dir / "wandb_id.txt"
+        if not path.exists():  # the id stays with the run directory, and no other run has it
+            path.write_text(uuid.uuid4().hex[:12])
+        project, name, run_id = config.logging.wandb_project, run_dir.resolve().name, path.read_text().strip()
+        options = config.to_dict()
+        loggers.append(WandbLogger(run_dir, project=project, mode=mode, run_id=run_id, name=name, config=options))
     if config.logging.tensorboard:
-        files.append(TensorBoardLogger(run_dir))
-    return files
+        loggers.append(TensorBoardLogger(run_dir))
+    return loggers
 
 
 def claim(run_dir: Path) -> Path:
@@ -252,18 +240,12 @@ def claim(run_dir: Path) -> Path:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunDirError(f"--run-dir {run_dir} cannot be made: {error.strerror}; name another directory.") from error
+        raise RunDirError(
+            f"--run-dir {run_dir} cannot be created: {error.strerror}; name another directory."
+        ) from error
     if not os.access(run_dir, os.W_OK):
         raise RunDirError(f"--run-dir {run_dir} cannot be written; name another directory.")
     return run_dir
-
-
-def _wandb_id(run_dir: Path) -> str:
-    """Return an id that stays with the run directory and that no other run has."""
-    path = run_dir / "wandb_id.txt"
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12])
-    return path.read_text().strip()
 
 
 def _write_config(run_dir: Path, config: Config) -> None:

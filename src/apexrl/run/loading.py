@@ -19,9 +19,8 @@ from apexrl.run.config import CONFIG_SECTIONS, Config, _require_known, make_conf
 DEFAULT_PRESET = "lift_ppo"
 MAX_VALUES = 10_000
 """In a configuration, with its anchors filled in: a few lines of YAML can stand for more than any memory holds."""
-
 MAX_BITS = 1024
-"""Of a whole number; no field takes a larger one, and Python does not write one of any size."""
+"""Of an integer; no field takes a larger one, and Python does not write one of any size."""
 
 
 def preset_names() -> list[str]:
@@ -31,8 +30,7 @@ def preset_names() -> list[str]:
 
 def preset_summary(name: str) -> str:
     """Return the first line of a preset, a comment that says what it is."""
-    text: str = (preset_dir() / f"{name}.yaml").read_text()
-    return text.splitlines()[0].lstrip("# ")
+    return (preset_dir() / f"{name}.yaml").read_text().splitlines()[0].lstrip("# ")
 
 
 def read_source(source: str) -> dict[str, Any]:
@@ -42,10 +40,7 @@ def read_source(source: str) -> dict[str, Any]:
     path = Path(source)
     if path.suffix in (".yaml", ".yml") or path.exists():
         if not path.is_file():
-            raise ConfigError(
-                f"There is no configuration file at {path}; give an existing one, or a preset: "
-                f"{', '.join(preset_names())}."
-            )
+            raise ConfigError(f"There is no configuration file at {path}; presets are {', '.join(preset_names())}.")
         return read_config(path)
     raise ConfigError(
         f"Unknown preset '{source}'; presets are {', '.join(preset_names())}, or give a YAML file."
@@ -94,15 +89,15 @@ class _Loader(yaml.SafeLoader):
             name, field = tag.replace("tag:yaml.org,2002:", "!!"), ".".join(self._keys)
             where = f", {field}" if "." in field else f", section '{field}'" if field else ""
             raise _TagError(
-                f"line {event.start_mark.line + 1}{where}: the tag '{name}' is refused. Use plain values only: text, "
-                "numbers, true and false, lists, mappings."
+                f"line {event.start_mark.line + 1}{where}: the tag '{name}' is refused. Use plain values only: "
+                "strings, numbers, true and false, lists, mappings."
             )
         node = super().compose_node(parent, index)
         del self._keys[len(self._keys) - len(keys) :]
         return node
 
     def construct_number(self, node: Any) -> int:
-        """Make a whole number that can be written again."""
+        """Return an integer that can be written again."""
         number: int = self.construct_yaml_int(node)
         if number.bit_length() > MAX_BITS:
             raise ConfigError(f"the number in line {node.start_mark.line + 1} has too many digits.")
@@ -113,9 +108,7 @@ class _Loader(yaml.SafeLoader):
         node = super().get_single_node()
         if _num_values(node, {}) > MAX_VALUES:
             name = _largest_part(node)
-            raise ConfigError(
-                f"{name} stands for more than {MAX_VALUES} values; use fewer anchors (&) and aliases (*)."
-            )
+            raise ConfigError(f"{name} stands for more than {MAX_VALUES} values; use fewer anchors (&).")
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -166,12 +159,11 @@ def with_overrides(raw: Mapping[str, Any], overrides: Iterable[tuple[str, str]])
         _require_known(name, parents, last)
         place = merged
         for parent in parents:
-            inner = place.get(parent)
-            if inner is None:
-                inner = place[parent] = {}
-            if not isinstance(inner, dict):
-                raise ConfigError(f"'{name}' cannot be set: '{parent}' is {inner!r}, not a section.")
-            place = inner
+            if place.get(parent) is None:
+                place[parent] = {}
+            place = place[parent]
+            if not isinstance(place, dict):
+                raise ConfigError(f"'{name}' cannot be set: '{parent}' is {place!r}, not a section.")
         try:
             place[last] = yaml.load(text, _Loader)
         except ConfigError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class Start:
 
     time: str
     iteration: int
-    """That the run went on from."""
+    """That the run started from."""
     commit: str
     machine: str
     versions: str
@@ -66,16 +66,24 @@ class Log:
     """Name in ``metrics.jsonl`` -> one value a line, NaN where a line does not have it."""
     evaluations: list[LoggedEvaluation]
 
-    def trained(self, name: str) -> dict[float, float]:
-        """Return environment steps -> what training saw, in order; of two lines at one step the later."""
-        steps, values = (self.columns.get(column, np.empty(0)) for column in ("total_steps", name))
-        known = [pair for pair in zip(steps.tolist(), values.tolist(), strict=False) if not any(map(math.isnan, pair))]
+    def trained(self, name: str, axis: str = "total_steps") -> dict[float, float]:
+        """Return steps, or iterations -> what training saw, in order; of two lines at one place the later."""
+        places, values = (self.columns.get(column, np.empty(0)) for column in (axis, name))
+        known = [pair for pair in zip(places.tolist(), values.tolist(), strict=False) if not any(map(math.isnan, pair))]
         return dict(sorted(dict(known).items()))
 
-    def evaluated(self, name: str) -> dict[int, Estimate]:
-        """Return environment steps -> what evaluations gave, in order; of two at one step the later."""
-        known = {entry.step: entry.fields[name] for entry in self.evaluations if name in entry.fields}
-        return dict(sorted(known.items()))
+    def evaluated(self, name: str, axis: str = "total_steps") -> dict[int, Estimate]:
+        """Return steps, or iterations -> what evaluations gave, in order; of two at one place the later."""
+        known = [entry for entry in self.evaluations if name in entry.fields]
+        places = {entry.step if axis == "total_steps" else entry.iteration: entry.fields[name] for entry in known}
+        return dict(sorted(places.items()))
+
+
+def error_bars(estimates: Iterable[Estimate]) -> list[list[float]]:
+    """Return how far intervals reach below their means, and how far above."""
+    found = list(estimates)
+    below, above = [entry.mean - entry.low for entry in found], [entry.high - entry.mean for entry in found]
+    return [[max(0.0, value) for value in values] for values in (below, above)]
 
 
 class Damage:
@@ -93,10 +101,8 @@ class Damage:
 
     def notes(self) -> list[str]:
         """Return a sentence about every field."""
-        return [
-            f"{self.file}: {text}; left out{f' {count} times' if count > 1 else ''}."
-            for text, count in self._found.values()
-        ]
+        found = ((text, f" {count} times" if count > 1 else "") for text, count in self._found.values())
+        return [f"{self.file}: {text}; left out{times}." for text, times in found]
 
 
 def read_log(run_dir: Path, notes: list[str], names: Collection[str] | None = None) -> Log:
@@ -142,13 +148,7 @@ def columns(
 
 def evaluations(records: Iterable[Mapping[str, Any]], damage: Damage) -> list[LoggedEvaluation]:
     """Return the evaluations of a file; one without a step has no place on the page."""
-    found = []
-    for record in records:
-        if is_count(record.get("step")):
-            found.append(evaluation(record, damage))
-        else:
-            damage.add("step", COUNT, record.get("step"))
-    return found
+    return [evaluation(record, damage) for record in _placed(records, "step", damage)]
 
 
 def evaluation(record: Mapping[str, Any], damage: Damage) -> LoggedEvaluation:
@@ -173,14 +173,20 @@ def evaluation(record: Mapping[str, Any], damage: Damage) -> LoggedEvaluation:
 def starts(records: Iterable[Mapping[str, Any]], damage: Damage) -> list[Start]:
     """Return when, from where and with what a run was started; a line without an iteration has no place."""
     found = []
-    for record in records:
-        if is_count(record.get("iteration")):
-            machine = ", ".join(filter(None, (text(record.get("machine")), text(record.get("platform")))))
-            commit, versions = text(record.get("commit")), text(record.get("versions"))
-            found.append(Start(text(record.get("time")), record["iteration"], commit, machine, versions))
-        else:
-            damage.add("iteration", COUNT, record.get("iteration"))
+    for record in _placed(records, "iteration", damage):
+        machine = ", ".join(filter(None, (text(record.get("machine")), text(record.get("platform")))))
+        commit, versions = text(record.get("commit")), text(record.get("versions"))
+        found.append(Start(text(record.get("time")), record["iteration"], commit, machine, versions))
     return found
+
+
+def _placed(records: Iterable[Mapping[str, Any]], place: str, damage: Damage) -> Iterator[Mapping[str, Any]]:
+    """Yield the records that say where in training they belong."""
+    for record in records:
+        if is_count(record.get(place)):
+            yield record
+        else:
+            damage.add(place, COUNT, record.get(place))
 
 
 def text(value: Any) -> str:
@@ -193,10 +199,9 @@ def text(value: Any) -> str:
 def _logged_interval(record: Mapping[str, Any], name: str, damage: Damage) -> tuple[float, float] | None:
     key = f"{name}_interval"
     bounds = record.get(key)
-    if bounds is None:
-        return None
     if not isinstance(bounds, list) or len(bounds) != 2:
-        damage.add(key, "two numbers", bounds)
+        if bounds is not None:
+            damage.add(key, "two numbers", bounds)
         return None
     low, high = (_number_or_none(bound, key, damage, is_rate=name in _RATES) for bound in bounds)
     return None if low is None or high is None else (low, high)
@@ -247,5 +252,5 @@ def _is_bounded_number(value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is a whole number of things, and one that floating-point numbers hold exactly."""
+    """Whether a value is an integer of at least 0 that floating-point numbers hold exactly."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53

@@ -61,10 +61,10 @@ class SuiteConfig:
     num_parallel_envs: int = 8
     """Episodes that run side by side, with one inference for all."""
     num_workers: int | None = None
-    """Processes that simulate; null for one a core, or one an episode where cameras draw; 0 simulates here."""
+    """Processes that simulate; null: one per core (one per episode when rendering); 0 simulates here."""
     max_cached_envs: int | None = None
-    """Simulators that a process keeps, one a task; beyond that the least recently used one is closed; null for 64.
-    Where cameras draw, of all processes together, at least one for each episode that runs; null for 4."""
+    """Simulators that a process keeps, one per task; beyond that the least recently used one is closed; null for 64.
+    When rendering, of all processes together, at least one for each episode that runs; null for 4."""
     random_init: bool = False
     """Start the episodes of training from random states (Meta-World) instead of the suite's fixed set, which papers
     use; evaluation keeps its own."""
@@ -75,9 +75,9 @@ class SuiteConfig:
     chunk: int = 5
     """Actions that the policy gives at once."""
     cameras: tuple[str, ...] = ()
-    """Pictures that the policy sees, such as corner2 (Meta-World), or agentview and eye_in_hand (LIBERO)."""
+    """Images that the policy sees, such as corner2 (Meta-World), or agentview and eye_in_hand (LIBERO)."""
     image_size: int = 64
-    """Edge of the pictures."""
+    """Width and height of the images in pixels."""
     privileged: bool = True
     """Let the state hold the places of objects and goal where the suite knows them; false: proprioception only."""
     step_timeout: float = 120.0
@@ -170,11 +170,9 @@ class SuiteConfig:
         return make_suite(self.benchmark_name, self.task_names_to_use, **options)
 
     def make_env(self, device: torch.device | str, num_envs: int | None = None) -> SuiteVecEnv:
-        """Create environments; no simulator is created before the first reset.
+        """Create environments of training, or ``num_envs`` of an evaluation, whose episodes start in validation states.
 
-        Args:
-            device: where tensors are wanted.
-            num_envs: of an evaluation, whose episodes come from the validation states; None creates those of training.
+        No simulator is created before the first reset.
         """
         count = num_envs or self.num_parallel_envs
         return SuiteVecEnv(
@@ -236,17 +234,8 @@ class SuiteConfig:
             return Path(self.demos)
         return run_dir / DEMOS if self.num_demos else None
 
-    def with_demos_of(self, run_dir: Path) -> SuiteConfig:
-        """Return the suite with the demonstrations of a run as given ones."""
-        return replace(self, demos=str(self.demo_path(run_dir)), num_demos=0)
-
     def record_demos(self, run_dir: Path, tell: Callable[[str], None]) -> None:
-        """Record ``num_demos`` of each task, except those of tasks that the run recorded before it was stopped.
-
-        Raises:
-            ConfigError: when a task has fewer training states than that.
-            EnvError: when the suite has no scripted experts, or one of them never reaches its goal.
-        """
+        """Record ``num_demos`` of each task, except those of tasks that the run recorded before it was stopped."""
         directory = run_dir / DEMOS
         horizon = {} if self.max_episode_length is None else {"horizon": self.max_episode_length}
         names = self.make_suite().task_names
@@ -267,8 +256,8 @@ class SuiteConfig:
             failed = f", {recorded.num_failures} attempts failed" if recorded.num_failures else ""
             tell(f"  {name}: {plural(recorded.num_demos, 'demonstration')}, {recorded.num_steps} steps{failed}")
 
-        num_workers = num_cores() if self.num_workers is None else self.num_workers
-        num_workers = 0 if len(missing) == 1 else min(num_workers, len(missing))
+        wanted = num_cores() if self.num_workers is None else self.num_workers
+        num_workers = 0 if len(missing) == 1 else min(wanted, len(missing))
         try:
             record_demos(suite, directory, self.num_demos, num_workers=num_workers, on_progress=note)
         except EnvError as error:
@@ -293,10 +282,11 @@ class SuiteConfig:
 
 def imitation_config(config: Config, imitation: AlgorithmConfig, run_dir: Path) -> Config:
     """Return the configuration of the imitation that a run begins with."""
-    num_updates, training = imitation.num_updates, config.training
+    num_updates, training, task = imitation.num_updates, config.training, config.task
+    assert isinstance(task, SuiteConfig), "only algorithms that learn from suites imitate first"
     return replace(
         config,
-        task=config.task.with_demos_of(run_dir),
+        task=replace(task, demos=str(task.demo_path(run_dir)), num_demos=0),
         algo=imitation,
         training=replace(
             training, num_train_steps=0, eval_interval=0, save_interval=math.ceil(num_updates / 10), collector="sync"
@@ -334,12 +324,10 @@ def begin_statistics(stats: RolloutStats, run_dir: Path, first_path: Path) -> No
 
 def _of_processes_that_are_no_more(run_dir: Path) -> list[Path]:
     """Return this process's share of the statistics that more processes left than there are now."""
-    count, found = distributed.world_size(), []
-    for path in sorted(run_dir.glob(f"process_*/{ROLLOUT_STATS}")):
-        number = path.parent.name.removeprefix("process_")
-        if number.isdecimal() and int(number) >= count and int(number) % count == distributed.rank():
-            found.append(path)
-    return found
+    count, paths = distributed.world_size(), run_dir.glob(f"process_*/{ROLLOUT_STATS}")
+    numbers = {path: path.parent.name.removeprefix("process_") for path in sorted(paths)}
+    known = {path: int(number) for path, number in numbers.items() if number.isdecimal()}
+    return [path for path, number in known.items() if number >= count and number % count == distributed.rank()]
 
 
 class SuiteResults(Logger):
@@ -349,7 +337,7 @@ class SuiteResults(Logger):
         self.run_dir = run_dir
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Write it anew, from the evaluations that the run has recorded."""
+        """Write it again, from the evaluations that the run has recorded."""
         if "eval/return" in values:
             write_json(self.run_dir / METRICS_FILE, suite_evaluations(self.run_dir))
 
@@ -385,12 +373,10 @@ def write_final_results(run_dir: Path, iteration: int, environment_steps: int, o
         "total_steps": iteration,
         "environment_steps": environment_steps,
         "optimizer_steps": optimizer_steps,
-        "training_metrics": [_as_training_step(line) for line in read_json_lines(run_dir / "metrics.jsonl")],
+        "training_metrics": [
+            {**line, "total_steps": line.get("iteration"), "environment_steps": line.get("total_steps")}
+            for line in read_json_lines(run_dir / "metrics.jsonl")
+        ],
         "evaluations": found,
     }
     return write_json(run_dir / FINAL_RESULTS, content)
-
-
-def _as_training_step(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of ``metrics.jsonl``, where ``total_steps`` counts environment steps, with the results' names."""
-    return {**line, "total_steps": line.get("iteration"), "environment_steps": line.get("total_steps")}

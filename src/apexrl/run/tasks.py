@@ -74,8 +74,8 @@ class TaskConfig:
         for name, value in self.kwargs.items():
             if not _is_plain(value):
                 raise ConfigError(
-                    f"task.kwargs.{name} must be text, a number, a list or a mapping of these, got {value!r}; "
-                    "quote it to make it text."
+                    f"task.kwargs.{name} must be a string, a number, a list or a mapping of these, got {value!r}; "
+                    "quote it to make it a string."
                 )
 
     def check(self, config: Config) -> None:
@@ -147,10 +147,6 @@ class TaskConfig:
     def record_demos(self, run_dir: Path, tell: Callable[[str], None]) -> None:
         """Record the demonstrations that the run is to have."""
         return
-
-    def with_demos_of(self, run_dir: Path) -> TaskConfig:
-        """Return the task with the demonstrations that a run has."""
-        return self
 
     def write_results(self, run_dir: Path, trainer: Trainer) -> Path | None:
         """Write the results of a finished run, where this kind has a file for them; returns that."""

@@ -38,16 +38,9 @@ class TrainedPolicy:
         return self.config.task.make_env(self.device, num_envs)
 
     def plans(self, suite: TaskSuite, per_task: int, *, start: int = 0, num_workers: int = 1) -> Plans:
-        """Let the policy act from the training states of a suite, which may show others what it does not see.
+        """Let the policy act from the training states of a suite, from number ``start`` on, for ``record_demos``.
 
-        Args:
-            suite: for whose ``record_demos`` the plans are.
-            per_task: successes wanted.
-            start: number of the training state to begin with.
-            num_workers: processes that simulate.
-
-        Raises:
-            ConfigError: when the policy is of no suite, or of one with other observations or actions.
+        The plans have ``per_task`` successes of each task; the suite may record what the policy does not see.
         """
         task = self.config.task
         env = task.make_env_on(suite, self.device, num_workers)

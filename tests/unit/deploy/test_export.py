@@ -371,7 +371,7 @@ def test_memory_and_choices_are_on_the_card(exported: Callable[[str], Path]) -> 
         (spaces.MultiDiscrete([2, 4]), {"choices": [2, 4], "caller": "nothing"}),
         (spaces.MultiBinary(3), {"choices": [2, 2, 2], "caller": "nothing"}),
         (spaces.Box(-np.inf, np.inf, (1, 2)), {"low": [None, None], "high": [None, None], "space_shape": [1, 2]}),
-        (spaces.Box(0, 9, (1,), np.int64), {"low": [0.0], "high": [9.0], "caller": "round to whole numbers"}),
+        (spaces.Box(0, 9, (1,), np.int64), {"low": [0.0], "high": [9.0], "caller": "round to integers"}),
     ],
 )
 def test_the_card_says_what_the_caller_does_with_an_action(space: gym.Space[Any], wanted: dict[str, Any]) -> None:

@@ -22,8 +22,8 @@ def result(returns: list[float], *, ids: list[int] | None = None, **more: Any) -
 def test_a_policy_does_not_differ_from_itself() -> None:
     a = result([1.0, 5.0, 2.0], success_once=[0, 1, 0])
     comparison = compare(a, a)
-    assert comparison.real == []
-    assert comparison.verdict() == "No real difference: A and B did the same in each of 3 paired episodes."
+    assert comparison.significant == []
+    assert comparison.verdict() == "No significant difference: A and B did the same in each of 3 paired episodes."
     assert comparison.fields["return"].interval == (0.0, 0.0)
     low, high = comparison.fields["success_once"].interval
     assert low < 0 < high, "three pairs do not show that the rates are the same"
@@ -32,7 +32,7 @@ def test_a_policy_does_not_differ_from_itself() -> None:
 def test_one_pair_has_no_interval_of_the_return() -> None:
     a = result([1.0], success_once=[1])
     comparison = compare(a, a)
-    assert comparison.verdict() == "No real difference: A and B did the same in each of 1 paired episode."
+    assert comparison.verdict() == "No significant difference: A and B did the same in each of 1 paired episode."
     assert comparison.to_dict()["return"]["interval"] is None
     assert len(comparison.to_dict()["success_once"]["interval"]) == 2
 
@@ -45,7 +45,7 @@ def test_pairing_finds_what_the_spread_of_episodes_would_hide() -> None:
     assert (found.a, found.b, found.difference, found.interval) == (450.0, 451.0, 1.0, (1.0, 1.0))
     assert found.p_value == pytest.approx(2 / 1024)
     assert compare(a, b).verdict() == (
-        "The difference is real: B has a higher return (p = 0.002), over 10 paired episodes."
+        "The difference is statistically significant: B has a higher return (p = 0.002), over 10 paired episodes."
     )
     assert "B has a lower return" in compare(b, a).verdict()
 
@@ -54,7 +54,7 @@ def test_a_few_episodes_cannot_tell() -> None:
     # Five times better: p = 2 / 32 at the least.
     comparison = compare(result([0.0] * 5), result([9.0, 8.0, 7.0, 6.0, 5.0]))
     assert comparison.fields["return"].p_value == pytest.approx(1 / 16)
-    assert comparison.verdict() == "No real difference: 5 paired episodes cannot tell A and B apart."
+    assert comparison.verdict() == "No significant difference: 5 paired episodes cannot tell A and B apart."
 
 
 def test_success_is_tested_by_the_pairs_that_differ() -> None:
@@ -68,15 +68,15 @@ def test_success_is_tested_by_the_pairs_that_differ() -> None:
     assert 0 < low < 8 / 12 < high <= 1
     # Two tests share the 5 %, so each has 2.5 %.
     assert compare(a, b).to_dict()["level"] == 0.025
-    assert compare(a, b).real == ["success_once"]
+    assert compare(a, b).significant == ["success_once"]
 
 
 def test_two_tests_share_the_level() -> None:
     # Six of six: p = 2 / 64 = 0.031, below 0.05 and above 0.025.
     a, b = result([0.0] * 6, success_once=[0] * 6), result([0.0] * 6, success_once=[1] * 6)
     assert compare(a, b).fields["success_once"].p_value == pytest.approx(1 / 32)
-    assert compare(a, b).real == []
-    assert compare(result([0.0] * 6), result([1.0] * 6)).real == ["return"]
+    assert compare(a, b).significant == []
+    assert compare(result([0.0] * 6), result([1.0] * 6)).significant == ["return"]
 
 
 def test_episodes_are_paired_by_their_number_and_lost_ones_left_out() -> None:
@@ -122,7 +122,7 @@ def test_an_episode_without_a_number_is_left_out_and_decides_nothing() -> None:
     a = result([1.0] * 12, success_once=[1] * 12, task_id=[0] * 12, task_names=["push"])
     b = result([float("nan"), *[1.0] * 11], success_once=[np.nan, *[1] * 11], task_id=[0] * 12, task_names=["push"])
     comparison = compare(a, b)
-    assert (comparison.num_pairs, comparison.num_left_out, comparison.real) == (11, 1, [])
+    assert (comparison.num_pairs, comparison.num_left_out, comparison.significant) == (11, 1, [])
     assert comparison.fields["return"].b == 1.0
     assert comparison.per_task["push"].b == 1.0
     with refused(ConfigError, "A and B", "no episode in common", "return"):

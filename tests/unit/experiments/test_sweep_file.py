@@ -82,14 +82,14 @@ SPACE = "algo.learning_rate"
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"preset": None}, ["preset must be text, got None"]),
+        ({"preset": None}, ["preset must be a string, got None"]),
         ({"preset": "cartpole"}, ["Unknown preset 'cartpole'", "Did you mean 'cartpole_ppo'?"]),
         ({"config": "x.yaml"}, ["give one of preset", "and config"]),
         ({"trails": 3}, ["Unknown field 'trails'", "Did you mean 'trials'?"]),
-        ({"trials": 0}, ["trials must be a whole number from 1 to 100000, got 0"]),
+        ({"trials": 0}, ["trials must be an integer from 1 to 100000, got 0"]),
         ({"trials": "many"}, ["trials", "'many'"]),
-        ({"seeds": 1.5}, ["seeds must be a whole number", "1.5"]),
-        ({"seed": -1}, ["seed must be a whole number from 0", "-1"]),
+        ({"seeds": 1.5}, ["seeds must be an integer", "1.5"]),
+        ({"seed": -1}, ["seed must be an integer from 0", "-1"]),
         ({"direction": "up"}, ["direction must be one of maximize, minimize, got 'up'"]),
         ({"pruning": "medain"}, ["pruning must be one of none, median, halving", "Did you mean 'median'?"]),
         ({"sampler": "grid"}, ["sampler must be one of tpe, random, got 'grid'"]),

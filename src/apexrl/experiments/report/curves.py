@@ -43,17 +43,14 @@ def training_curve(group: Group, name: str, axis: Axis, most: int) -> Curve:
 
 
 def _logged(run: Run, name: str, axis: Axis) -> Points:
-    """Return the lines of a run that know a value, in order; none where the run does not move along the axis."""
-    if name not in run.columns or not last(run.columns.get(axis)):
-        return np.empty(0), np.empty(0)
-    known = ~np.isnan(run.columns[axis]) & ~np.isnan(run.columns[name])
-    places, first = np.unique(run.columns[axis][known], return_index=True)
-    return places, run.columns[name][known][first]
+    """Return what a run has logged under a name; nothing where the run does not move along the axis."""
+    points = run.trained(name, axis) if last(run.columns.get(axis)) else {}
+    return np.array(list(points)), np.array(list(points.values()))
 
 
 def evaluation_curve(group: Group, name: str, axis: Axis) -> Curve:
     """Return the evaluations of an episode field; for one run with the intervals that were recorded."""
-    found = [entries for run in group.runs if (entries := _estimates(run, name, axis))]
+    found = [entries for run in group.runs if (entries := run.evaluated(name, axis))]
     means = [np.array([entry.mean for entry in entries.values()]) for entries in found]
     points = [(np.array(list(entries), float), mean) for entries, mean in zip(found, means, strict=True)]
     curve = summarize(points, is_rate(name))
@@ -61,13 +58,6 @@ def evaluation_curve(group: Group, name: str, axis: Axis) -> Curve:
         return curve
     low, high = np.array([(entry.low, entry.high) for entry in found[0].values()]).T
     return replace(curve, interval=(low, high))
-
-
-def _estimates(run: Run, name: str, axis: Axis) -> dict[int, Estimate]:
-    """Return place -> estimate; of two evaluations at one place the later, which has more episodes."""
-    known = [entry for entry in run.evaluations if name in entry.fields]
-    places = {entry.step if axis == "total_steps" else entry.iteration: entry.fields[name] for entry in known}
-    return dict(sorted(places.items()))
 
 
 def thin(points: Points, most: int) -> Points:
@@ -116,8 +106,7 @@ def final_estimate(group: Group, name: str) -> Estimate | None:
 def task_estimates(group: Group) -> dict[str, tuple[Estimate, int]]:
     """Return the success of each task of a suite in the last evaluations, over the episodes of all runs.
 
-    Returns:
-        Task -> success rate with Wilson's interval, and the number of episodes.
+    Returns task -> success rate with Wilson's interval, and the number of episodes.
     """
     counts: dict[str, tuple[int, int]] = {}
     for run in group.runs:
@@ -142,11 +131,7 @@ class Time:
 
 
 def time_spent(run: Run) -> Time | None:
-    """Add up the times of the logged iterations; each stands for the steps since the one before.
-
-    Returns:
-        None where nothing was logged.
-    """
+    """Add up the times of the logged iterations, each for the steps since the one before; None without any."""
     share = run.columns.get("time/rollout_share")
     if share is None or np.isnan(share).all():
         return None

@@ -22,6 +22,7 @@ from apexrl.experiments.report.curves import (
     training_curve,
 )
 from apexrl.experiments.report.runs import Group, Run
+from apexrl.run.records import error_bars, is_rate
 
 Figure = dict[str, Any]
 MAIN = {"return": "Return", "success_rate": "Success rate", "episode_len": "Episode length"}
@@ -56,7 +57,6 @@ def more_panels(groups: Sequence[Group], axis: Axis) -> dict[str, dict[str, Figu
 def curves(groups: Sequence[Group], name: str, axis: Axis, most: int) -> Figure:
     """Draw training as lines and evaluations of the same field as points: mean and interval, and every run."""
     field = name.partition("/")[2]
-    is_rate = field in ("success_rate", "success_at_end", "fail_rate") or field.endswith("_share")
     data: list[dict[str, Any]] = []
     for index, group in enumerate(groups):
         lines = training_curve(group, name, axis, most)
@@ -64,11 +64,11 @@ def curves(groups: Sequence[Group], name: str, axis: Axis, most: int) -> Figure:
             data += [_band(lines, index)]
             data += [_line(*points, index, "run") for points in lines.runs] if most == MAX_POINTS else []
         if lines.runs:
-            data.append({**_line(*lines.mean, index, "mean"), **_hover(group.name, lines, is_rate)})
+            data.append({**_line(*lines.mean, index, "mean"), **_hover(group.name, lines, name)})
         points = evaluation_curve(group, field, axis)
         if points.runs:
-            data.append({**_points(points, index), **_hover(f"{group.name}, evaluation", points, is_rate)})
-    yaxis = {"tickformat": ".0%", "range": [-0.04, 1.04]} if is_rate else {}
+            data.append({**_points(points, index), **_hover(f"{group.name}, evaluation", points, name)})
+    yaxis = {"tickformat": ".0%", "range": [-0.04, 1.04]} if is_rate(name) else {}
     xaxis = {"title": {"text": _AXES[axis]}, "tickformat": "~s", "hoverformat": ","}
     layout = {"xaxis": xaxis, "yaxis": yaxis, "hovermode": "x unified"}
     return {"data": data, "layout": layout}
@@ -85,17 +85,13 @@ def tasks(groups: Sequence[Group]) -> Figure | None:
         known = [name for name in names if name in estimates]
         if not known:
             continue
-        entries = [estimates[name] for name in known]
+        rates = [estimates[name][0] for name in known]
         data.append({
             "type": "bar", "orientation": "h", "meta": {"group": index, "role": "bar"}, "name": escape(group.name),
             "y": [escape(name) for name in known],
-            "x": _six_digits([rate.mean for rate, _ in entries]),
-            "error_x": {
-                "type": "data", "symmetric": False,
-                "array": _six_digits([max(0.0, rate.high - rate.mean) for rate, _ in entries]),
-                "arrayminus": _six_digits([max(0.0, rate.mean - rate.low) for rate, _ in entries]),
-            },
-            "customdata": [[_six_digits([rate.low])[0], _six_digits([rate.high])[0], count] for rate, count in entries],
+            "x": _six_digits(rate.mean for rate in rates),
+            "error_x": _error_bars(*error_bars(rates)),
+            "customdata": [[*_six_digits((estimates[n][0].low, estimates[n][0].high)), estimates[n][1]] for n in known],
             "hovertemplate": "%{y}: %{x:.1%} [%{customdata[0]:.1%}, %{customdata[1]:.1%}], %{customdata[2]} episodes",
         })  # fmt: skip
     height = 90 + len(names) * (14 + 16 * len(data))
@@ -123,9 +119,7 @@ def mastery(run: Run, group: int) -> Figure:
     data = {
         "type": "heatmap", "meta": {"group": group, "role": "heat"}, "x0": 1, "ygap": 2, "zmin": 0, "zmax": 1,
         "y": [escape(name) for name in names],
-        "z": [
-            [_six_digits([rate])[0] for rate, _ in rows[name]] + [None] * (width - len(rows[name])) for name in names
-        ],
+        "z": [[*_six_digits(rate for rate, _ in rows[name]), *[None] * (width - len(rows[name]))] for name in names],
         "customdata": [
             [detail for _, detail in rows[name]] + [["", 0, 0, 0]] * (width - len(rows[name])) for name in names
         ],
@@ -202,19 +196,17 @@ def _points(curve: Curve, group: int) -> dict[str, Any]:
     points = {**_line(*curve.mean, group, "evaluation"), "mode": "markers"}
     if curve.interval is not None:
         (low, high), mean = curve.interval, curve.mean[1]
-        above, below = np.maximum(high - mean, 0.0), np.maximum(mean - low, 0.0)
-        points["error_y"] = {
-            "type": "data",
-            "symmetric": False,
-            "array": _six_digits(above),
-            "arrayminus": _six_digits(below),
-        }
+        points["error_y"] = _error_bars(np.maximum(mean - low, 0.0), np.maximum(high - mean, 0.0))
     return points
 
 
-def _hover(name: str, curve: Curve, is_rate: bool) -> dict[str, Any]:
-    form = ".1%" if is_rate else ".4~g"
-    text: dict[str, Any] = {"name": escape(name), "hoverinfo": "all", "hovertemplate": f"%{{y:{form}}}"}
+def _error_bars(below: Iterable[float], above: Iterable[float]) -> dict[str, Any]:
+    return {"type": "data", "symmetric": False, "array": _six_digits(above), "arrayminus": _six_digits(below)}
+
+
+def _hover(label: str, curve: Curve, name: str) -> dict[str, Any]:
+    form = ".1%" if is_rate(name) else ".4~g"
+    text: dict[str, Any] = {"name": escape(label), "hoverinfo": "all", "hovertemplate": f"%{{y:{form}}}"}
     if curve.interval is not None:
         low, high = (_six_digits(bound) for bound in curve.interval)
         text["customdata"] = list(map(list, zip(low, high, strict=True)))

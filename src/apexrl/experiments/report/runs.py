@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,10 @@ from apexrl.collectors.init_states import read_statistics
 from apexrl.core.errors import ConfigError, RunDirError
 from apexrl.core.system.provenance import STARTS
 from apexrl.run.loading import read_config
-from apexrl.run.records import Damage, LoggedEvaluation, Start, evaluation, read_lines, read_log, starts
+from apexrl.run.records import Damage, Log, LoggedEvaluation, Start, evaluation, read_lines, read_log, starts
 from apexrl.run.suite import FINAL_RESULTS, METRICS_FILE, ROLLOUT_STATS
 
 SEED = "training.seed"
-REPEAT = "Repeat it"
-"""Title of the part that says how a run can be repeated."""
 _RUN_FILES = ("config.yaml", "metrics.jsonl")
 _OWN_JSON = (METRICS_FILE, FINAL_RESULTS, ROLLOUT_STATS)
 
@@ -39,7 +37,7 @@ class PinnedResult:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Log):
     """One run directory."""
 
     path: Path
@@ -47,9 +45,6 @@ class Run:
     config: dict[str, Any]
     """``section.key`` -> value; empty where there is no readable ``config.yaml``."""
     config_text: str
-    columns: dict[str, NDArray[np.float64]]
-    """Name in ``metrics.jsonl`` -> one value a line, NaN where a line does not have it."""
-    evaluations: list[LoggedEvaluation]
     pinned: list[PinnedResult]
     init_states: dict[str, dict[str, Any]]
     """Hash of an init state -> its task, outcomes and skips."""
@@ -73,6 +68,11 @@ class Run:
         return value if isinstance(value, int) else None
 
     @property
+    def shared_config(self) -> dict[str, Any]:
+        """The configuration but for the seed."""
+        return {name: value for name, value in self.config.items() if name != SEED}
+
+    @property
     def steps(self) -> int:
         """Environment steps so far."""
         return int(last(self.columns.get("total_steps")))
@@ -85,11 +85,8 @@ class Run:
     @property
     def progress(self) -> float | None:
         """How much of the training is done, from 0 to 1; None where the configuration is not known."""
-        for name, done in (
-            ("training.num_train_steps", self.iterations),
-            ("algo.num_updates", self.iterations),
-            ("training.total_timesteps", self.steps),
-        ):
+        limits = {"training.num_train_steps": self.iterations, "algo.num_updates": self.iterations}
+        for name, done in {**limits, "training.total_timesteps": self.steps}.items():
             wanted = self.config.get(name)
             if isinstance(wanted, int) and wanted > 0:
                 return min(1.0, done / wanted)
@@ -106,26 +103,20 @@ class Group:
     @property
     def config(self) -> dict[str, Any]:
         """What its runs share."""
-        return {name: value for name, value in self.runs[0].config.items() if name != SEED}
+        return self.runs[0].shared_config
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
     """Return the run directories that are named, and those in a directory that is named or one below it.
 
-    ``apexrl train --seeds`` makes directories of runs, and a sweep makes a directory of those.
-
-    Raises:
-        RunDirError: for a path without any.
+    ``apexrl train --seeds`` creates directories of runs, and a sweep creates a directory of those.
     """
     found: dict[Path, Path] = {}
     for path in paths:
         inside = _runs_in(path, depth=2)
         if not inside:
             missing = "does not exist" if not path.exists() else f"has neither {' nor '.join(_RUN_FILES)}"
-            raise RunDirError(
-                f"{path} is not a run directory: it {missing}. Name one that 'apexrl train' made, or a directory of "
-                "such."
-            )
+            raise RunDirError(f"{path} is not a run directory: it {missing}. Name one, or a directory of them.")
         for run in inside:
             found.setdefault(run.resolve(), run)
     return list(found.values())
@@ -141,6 +132,12 @@ def read_run(path: Path) -> Run:
     begun = starts(started, damage)
     notes += damage.notes() + _changed_starts(begun)
     results = _read_results(path)
+    pinned = []
+    for file, record in results.items():
+        damage = Damage(file)
+        found = evaluation(record["summary"], damage)
+        pinned.append(PinnedResult(file, str(record["manifest_hash"]), found, str(record.get("command", ""))))
+        notes += damage.notes()
     videos = sorted(file for file in path.glob("*.mp4") if file.is_file() and not file.name.endswith(".part.mp4"))
     if not log.columns:
         notes.append("no training has been logged yet.")
@@ -152,7 +149,7 @@ def read_run(path: Path) -> Run:
         config_text=text,
         columns=log.columns,
         evaluations=log.evaluations,
-        pinned=[_pinned(file, record, notes) for file, record in results.items()],
+        pinned=pinned,
         init_states=_read_init_states(path, config, notes),
         videos=videos,
         starts=begun,
@@ -160,7 +157,7 @@ def read_run(path: Path) -> Run:
         notes=notes,
     )
     if run.progress is not None and run.progress < 1 and log.columns:
-        notes.append(f"stopped at {run.progress:.0%}, or still running; 'apexrl train --resume {path}' goes on.")
+        notes.append(f"stopped at {run.progress:.0%}, or still running; 'apexrl train --resume {path}' resumes it.")
     return run
 
 
@@ -168,15 +165,12 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Put runs that differ in nothing but the seed into one group, in the order in which they were named."""
     alike: dict[str, list[Run]] = {}
     for run in runs:
-        shared = {name: value for name, value in run.config.items() if name != SEED}
-        alike.setdefault(repr(shared) if shared else str(run.path), []).append(run)
+        alike.setdefault(repr(run.shared_config) if run.shared_config else str(run.path), []).append(run)
     groups: list[Group] = []
     for members in alike.values():
-        stem = name = _group_name(members)
-        number = 2
-        while any(group.name == name for group in groups):
-            name, number = f"{stem} ({number})", number + 1
-        groups.append(Group(name, members))
+        stem, taken = _group_name(members), {group.name for group in groups}
+        names = itertools.chain([stem], (f"{stem} ({number})" for number in itertools.count(2)))
+        groups.append(Group(next(name for name in names if name not in taken), members))
     return groups
 
 
@@ -187,12 +181,8 @@ def last(values: NDArray[np.float64] | None) -> float:
     return float(values[~np.isnan(values)][-1])
 
 
-def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in _RUN_FILES)
-
-
 def _runs_in(path: Path, depth: int) -> list[Path]:
-    if _is_run(path):
+    if any((path / name).is_file() for name in _RUN_FILES):
         return [path]
     children = sorted(filter(Path.is_dir, path.iterdir()), key=_by_number) if path.is_dir() and depth else []
     return [run for child in children for run in _runs_in(child, depth - 1)]
@@ -222,11 +212,8 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
     except ConfigError as error:
         notes.append(str(error))
         return text, {}
-    flat: dict[str, Any] = {}
-    for section, values in raw.items():
-        for key, value in values.items() if isinstance(values, dict) else ():
-            flat[f"{section}.{key}"] = value
-    return text, flat
+    sections = {section: values for section, values in raw.items() if isinstance(values, dict)}
+    return text, {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
 
 
 def _read_init_states(path: Path, config: Mapping[str, Any], notes: list[str]) -> dict[str, dict[str, Any]]:
@@ -243,13 +230,12 @@ def _read_init_states(path: Path, config: Mapping[str, Any], notes: list[str]) -
 
 def _changed_starts(begun: Sequence[Start]) -> list[str]:
     """Return a sentence about every start that differs from the one before."""
-    notes = []
-    for before, after in pairwise(begun):
-        names = ("versions", "commit", "machine")
-        changed = [name for name in names if getattr(before, name) != getattr(after, name)]
+    notes, names = [], {"versions": "other versions", "commit": "another commit", "machine": "another machine"}
+    for before, after in itertools.pairwise(begun):
+        changed = [text for name, text in names.items() if getattr(before, name) != getattr(after, name)]
         if changed:
-            others = " and ".join(f"another {name}" if name != "versions" else "other versions" for name in changed)
-            notes.append(f"went on from iteration {after.iteration} with {others}; see '{REPEAT}'.")
+            others = " and ".join(changed)
+            notes.append(f"resumed at iteration {after.iteration} with {others}; see 'Repeat it'.")
     return notes
 
 
@@ -266,13 +252,6 @@ def _read_results(path: Path) -> dict[Path, dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("summary"), dict) and "manifest_hash" in record:
             found[file] = record
     return found
-
-
-def _pinned(file: Path, record: Mapping[str, Any], notes: list[str]) -> PinnedResult:
-    damage = Damage(file)
-    found = evaluation(record["summary"], damage)
-    notes += damage.notes()
-    return PinnedResult(file, str(record["manifest_hash"]), found, str(record.get("command", "")))
 
 
 def _recorded(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:

@@ -254,7 +254,7 @@ def test_a_resume_with_something_else_is_said(tmp_path: Path) -> None:
     change(path / STARTS, 1, "machine|host", "elsewhere")
     change(path / STARTS, 1, "versions|torch", "1.0")
     run = read_run(path)
-    assert run.notes == ["went on from iteration 2 with other versions and another machine; see 'Repeat it'."]
+    assert run.notes == ["resumed at iteration 2 with other versions and another machine; see 'Repeat it'."]
     assert "host elsewhere" in run.starts[1].machine
     change(path / STARTS, 1, "iteration", "x")
     run = read_run(path)
