@@ -21,7 +21,7 @@ from apexrl.core.errors import ConfigError, did_you_mean
 from apexrl.core.metrics import EpisodeMetrics, fold_episodes
 from apexrl.core.observations import leaves
 from apexrl.core.system import distributed, files
-from apexrl.core.system.json_lines import cut_json_lines
+from apexrl.core.system.files import cut_json_lines
 from apexrl.core.types import ACTION, OBSERVATION, SAMPLE_LOG_PROB, Actor, Carry, Observation
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.envs.base import RunningEpisodes

@@ -34,7 +34,7 @@ from apexrl.core.errors import ApexRLError, ConfigError, EnvError, RunDirError
 from apexrl.core.observations import leaves
 from apexrl.core.system import distributed, files
 from apexrl.core.system.acceleration import Acceleration, Stopwatch
-from apexrl.core.system.json_lines import append_json_line
+from apexrl.core.system.files import append_json_line
 from apexrl.core.types import OBSERVATION, VALID, Observation
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.evaluation.evaluate import EvaluationResult, evaluate
