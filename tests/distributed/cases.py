@@ -38,9 +38,10 @@ from apexrl import (
 )
 from apexrl.agent import TrainingConfig, checkpoint
 from apexrl.agent.trainer import env_seed
+from apexrl.agent.training_log import merged_collection, merged_to_host
 from apexrl.algorithms.minibatches import bounds
 from apexrl.core.errors import DivergenceError
-from apexrl.core.metrics import MetricSpec, merged_collection, merged_to_host
+from apexrl.core.metrics import MetricSpec
 from apexrl.core.system import distributed
 from apexrl.core.types import EnvStep
 from apexrl.policies import Policy

@@ -13,9 +13,9 @@ from tests.refusals import refused
 
 from apexrl import RLOO, ActorCritic, RLOOConfig, Trainer, cli
 from apexrl.agent import checkpoint
+from apexrl.agent.training_log import Weighted, merged_collection, merged_to_host
 from apexrl.collectors import RolloutStats
 from apexrl.core.errors import CheckpointError, ConfigError
-from apexrl.core.metrics import Weighted, merged_collection, merged_to_host
 from apexrl.core.system import distributed
 from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.policies.config import VLAConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,6 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.agent import checkpoint
-from apexrl.agent.callbacks import Callbacks
 from apexrl.agent.checkpointer import Checkpointer
 from apexrl.agent.directories import RunDirectories
 from apexrl.agent.loggers import Logger
@@ -24,23 +24,23 @@ from apexrl.agent.schedule import Counters
 from apexrl.agent.schedule import TrainingConfig as TrainingConfig
 from apexrl.agent.schedule import env_seed as env_seed
 from apexrl.agent.signals import GivenUp, StopRequest, stop_on_signal
-from apexrl.agent.training_log import TrainingLog, known
+from apexrl.agent.training_log import Stopwatch, TrainingLog
 from apexrl.algorithms.base import BaseAlgorithm
 from apexrl.collectors.base import BaseCollector
 from apexrl.collectors.episodes import SuiteRunner
 from apexrl.collectors.groups import RolloutGenerator
 from apexrl.collectors.sync import SyncCollector
-from apexrl.core.errors import ApexRLError, ConfigError, EnvError, RunDirError
+from apexrl.core.errors import ApexRLError, ConfigError, EnvError, RunDirError, did_you_mean
 from apexrl.core.observations import leaves
 from apexrl.core.system import distributed, files
-from apexrl.core.system.acceleration import Acceleration, Stopwatch
-from apexrl.core.system.files import append_json_line
+from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import OBSERVATION, VALID, Observation
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.evaluation.evaluate import EvaluationResult, evaluate
 from apexrl.evaluation.step_csv import save_step_csvs
 from apexrl.policies.base import Policy
 
+EVENTS = ("pre_iteration", "post_iteration", "pre_rollout", "post_rollout", "pre_update", "post_update")
 NO_GRAPHS = Acceleration(graphs=False)
 NO_EVALUATION = "The simulator holds one environment a process: there is no evaluation in this run."
 
@@ -124,7 +124,7 @@ class Trainer:
         self.collector = collector or _default_collector(env, algorithm, env_seed(cfg.seed))
         self.config = dict(config or {})
         self.counters = Counters()
-        self.callbacks = Callbacks()
+        self.callbacks: dict[str, list[Callable[..., Any]]] = {event: [] for event in EVENTS}
         self.log = TrainingLog(loggers, self.collector, log_interval, log_reward_components)
         self.directories = RunDirectories(run_dir, save_dir, self.tell, lock)
         recipe = {} if config else {RECIPE: write_recipe(env, algorithm, cfg)}
@@ -188,8 +188,18 @@ class Trainer:
             raise ConfigError("save_step_csv needs a directory for the tables: give run_dir (log_dir of the runner).")
 
     def add_callback(self, event: str, handler: Callable[..., Any]) -> None:
-        """Call ``handler`` at an event; see ``apexrl.agent.callbacks``."""
-        self.callbacks.add(event, handler)
+        """Call ``handler`` at one of ``EVENTS``, after those that were added before.
+
+        ``pre_*`` handlers get ``(runner)``, ``post_*`` handlers ``(runner, stats)``. An exception in a handler stops
+        the run with its own traceback.
+        """
+        if event not in EVENTS:
+            raise ConfigError(f"Unknown event '{event}'; events are {list(EVENTS)}.{did_you_mean(event, EVENTS)}")
+        self.callbacks[event].append(handler)
+
+    def _fire(self, event: str, *stats: dict[str, float]) -> None:
+        for handler in self.callbacks[event]:
+            handler(self, *stats)
 
     def tell(self, text: str, once: bool = False) -> None:
         """Show a line to the user, on the console or else as a warning; with ``once`` only the first time."""
@@ -206,32 +216,33 @@ class Trainer:
             raise ConfigError(f"total_timesteps must not be negative, got {target}.")
         if target == 0:
             return
-        fire, watch = self.callbacks.fire, self._watch
+        fire, watch = self._fire, self._watch
         with self._running() as stop:
             self._teach_normalizer(target)
             while self._progress(target) < 1.0 and not stop.requested():
-                fire("pre_iteration", self)
-                fire("pre_rollout", self)
+                fire("pre_iteration")
+                fire("pre_rollout")
                 watch.mark("rollout")
-                self._follow(self.algorithm.rollout_policy)
+                if self._acting is not self.algorithm.rollout_policy:
+                    self._acting = self.algorithm.rollout_policy
+                    self.collector.follow(self._acting)
                 batch = self.collector.collect(self.algorithm.num_steps)
                 watch.mark("callbacks")
-                if self.callbacks.wanted("post_rollout"):
-                    fire("post_rollout", self, self.log.read(batch, {}))
+                if self.callbacks["post_rollout"]:
+                    fire("post_rollout", self.log.read(batch, {}))
                 if self._is_first and (notice := self.algorithm.notice(batch)):
                     self.tell(notice)
                 self._is_first = False
-                fire("pre_update", self)
+                fire("pre_update")
                 watch.mark("update")
                 learned = self.algorithm.update(batch)
                 watch.mark("end")
                 stats = self._count(batch, self.log.read(batch, learned))
                 self.algorithm.adjust_learning_rate(self._progress(target))
-                fire("post_update", self, {k: v for k, v in stats.items() if k.startswith("train/")})
-                if evaluates := self._evaluates():
-                    stats.update(known(self.evaluate(self.cfg.eval_episodes).logs()))
-                self.log.write(stats, self._progress(target), always=evaluates)
-                fire("post_iteration", self, stats)
+                fire("post_update", {k: v for k, v in stats.items() if k.startswith("train/")})
+                stats.update(evaluated := self._evaluate_if_due())
+                self.log.write(stats, self._progress(target), always=bool(evaluated))
+                fire("post_iteration", stats)
                 self.checkpointer.save_if_due()
             if stop.asked:
                 self.log.flush()
@@ -304,12 +315,6 @@ class Trainer:
         self.counters.total_steps += distributed.all_reduce_sum(self.collector.steps_in(batch))
         self._watch.clear()
 
-    def _follow(self, policy: Policy) -> None:
-        """Let the collector act with another policy, where the algorithm has changed its own."""
-        if policy is not self._acting:
-            self._acting = policy
-            self.collector.follow(policy)
-
     def _count(self, batch: TensorDict, numbers: dict[str, float]) -> dict[str, float]:
         """Count an iteration whose update was finite; returns its numbers with where the run is, and its speed."""
         self.algorithm.raise_if_diverged({"nonfinite": numbers.pop("train/nonfinite", 0.0)}, batch)
@@ -364,10 +369,13 @@ class Trainer:
         """Whether there are environments for evaluation, or can be."""
         return self.eval_env is not None or self.env.can_spawn
 
-    def _evaluates(self) -> bool:
-        """Whether the iteration ends with an evaluation."""
+    def _evaluate_if_due(self) -> dict[str, float]:
+        """Evaluate every ``eval_interval`` iterations; returns the numbers by log name, or nothing."""
         interval = self.cfg.eval_interval
-        return interval > 0 and self.counters.iteration % interval == 0 and self.can_evaluate
+        if not interval or self.counters.iteration % interval or not self.can_evaluate:
+            return {}
+        logs = self.evaluate(self.cfg.eval_episodes).logs()
+        return {name: value for name, value in logs.items() if not math.isnan(value)}
 
     def evaluate(
         self,
@@ -391,7 +399,7 @@ class Trainer:
             )
         if self.run_dir is not None and distributed.is_main_process():
             record = {"iteration": self.iteration, "step": self.total_steps, **result.record()}
-            append_json_line(self.run_dir / "evaluations.jsonl", record)
+            files.append_json_line(self.run_dir / "evaluations.jsonl", record)
             if result.step_rows is not None:
                 directory = self.run_dir / "eval" / f"eval{self.num_evaluations}"
                 with files.writing(directory):

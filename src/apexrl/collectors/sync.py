@@ -98,7 +98,6 @@ class SyncCollector(BaseCollector):
     def carry(self, carry: Carry) -> None:
         self._continue(RunningEpisodes(carry, self.episode_metrics.unfinished))
 
-    @torch.no_grad()
     def _collect(self, n_steps: int) -> TensorDict:
         batch = self.take_steps(n_steps)
         fold_episodes(batch, self.env.metric_specs, self.episode_metrics)
@@ -140,11 +139,12 @@ class SyncCollector(BaseCollector):
         self.env.running = running
         return batch
 
+    @torch.no_grad()
     def with_values(self, batch: TensorDict) -> TensorDict:
         """Do the second half: bring a batch of ``take_steps`` to the policy, and value its states where wanted."""
         batch = batch.to(self.policy.device)
         if self.wants_value:
-            add_values(batch, self.policy)
+            batch[VALUE], batch[NEXT_VALUE] = self.policy.values(batch)
             if self.keep is not None and NEXT_OBSERVATION not in self.keep:
                 del batch[NEXT_OBSERVATION]
         return batch
@@ -200,30 +200,17 @@ class SyncCollector(BaseCollector):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the carry and the episode statistics."""
-        carry = {name: _cloned(value) for name, value in (self.carry or {}).items()}
-        return {"carry": carry, "episode_metrics": self.episode_metrics.state_dict()}
+        carry = {name: value.clone() for name, value in (self.carry or {}).items()}
+        plain = {name: value.to_dict() if isinstance(value, TensorDict) else value for name, value in carry.items()}
+        return {"carry": plain, "episode_metrics": self.episode_metrics.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``; the environment is restored by whoever owns it."""
         device, num_envs = self.env.device, self.env.num_envs
         self.episode_metrics.load_state_dict(state["episode_metrics"], device)
         if state["carry"]:
-            self.carry = {name: _on_device(value, num_envs, device) for name, value in state["carry"].items()}
+            groups = {name: value for name, value in state["carry"].items() if isinstance(value, Mapping)}
+            carry = {**state["carry"], **{name: TensorDict(value, [num_envs]) for name, value in groups.items()}}
+            self.carry = {name: value.to(device) for name, value in carry.items()}
         else:
             self.forget()
-
-
-@torch.no_grad()
-def add_values(batch: TensorDict, policy: Policy) -> None:
-    """Value all states of a batch at once, after its steps."""
-    batch[VALUE], batch[NEXT_VALUE] = policy.values(batch)
-
-
-def _cloned(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else {k: _cloned(v) for k, v in value.items()}
-
-
-def _on_device(value: Any, num_envs: int, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return TensorDict({k: _on_device(v, num_envs, device) for k, v in value.items()}, batch_size=[num_envs])
