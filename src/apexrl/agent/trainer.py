@@ -26,10 +26,9 @@ from apexrl.agent.schedule import env_seed as env_seed
 from apexrl.agent.signals import GivenUp, StopRequest, stop_on_signal
 from apexrl.agent.training_log import Stopwatch, TrainingLog
 from apexrl.algorithms.base import BaseAlgorithm
-from apexrl.collectors.base import BaseCollector
+from apexrl.collectors.base import BaseCollector, SyncCollector
 from apexrl.collectors.episodes import SuiteRunner
 from apexrl.collectors.groups import RolloutGenerator
-from apexrl.collectors.sync import SyncCollector
 from apexrl.core.errors import ApexRLError, ConfigError, EnvError, RunDirError, did_you_mean
 from apexrl.core.observations import leaves
 from apexrl.core.system import distributed, files

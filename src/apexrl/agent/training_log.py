@@ -6,8 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,24 +63,34 @@ class TrainingLog:
 
         What is not known in this iteration is left out, such as the return when no episode ended.
         """
-        numbers: dict[str, Tensor | Weighted] = {}
+        means: dict[str, Tensor] = {}
+        weights: dict[str, Callable[[], Tensor]] = {}  # of several processes; alone nobody asks for them
         if REWARD in batch:
             valid = batch[VALID] if VALID in batch else torch.ones_like(batch[REWARD])
             count = valid.sum()
-            numbers["rollout/mean_reward"] = Weighted((batch[REWARD] * valid).sum() / count, lambda: count)
+            means["rollout/mean_reward"] = (batch[REWARD] * valid).sum() / count
+            weights["rollout/mean_reward"] = lambda: count
         if VALUE in batch:
-            numbers["rollout/mean_value"] = batch[VALUE].mean()
+            means["rollout/mean_value"] = batch[VALUE].mean()
         episodes = self.collector.episode_metrics
-        events = {field for name in episodes.reported for field in EVENT_FIELDS.get(name, (name,))}
+        names = {field: training_log_names(field, episodes.specs) for field in episodes.totals}
         for field, mean in episodes.means().items():
             if self.components or field not in episodes.specs:
-                number = Weighted(mean, partial(episodes.count, field), field in events)
-                numbers.update(dict.fromkeys(training_log_names(field, episodes.specs), number))
+                means.update(dict.fromkeys(names[field], mean))
+                weights.update(dict.fromkeys(names[field], partial(episodes.count, field)))
         if LOG in batch:
             for name, value in batch[LOG].items():
-                numbers[f"env/{name.lstrip('/')}"] = Weighted(value.nanmean(), partial(_count_known, value))
-        numbers.update({f"train/{name}": value for name, value in learned.items()})
-        return {name: value for name, value in merged_to_host(numbers).items() if not math.isnan(value)}
+                means[f"env/{name.lstrip('/')}"] = value.nanmean()
+                weights[f"env/{name.lstrip('/')}"] = partial(_count_known, value)
+        means.update({f"train/{name}": value for name, value in learned.items()})
+        if distributed.world_size() == 1:
+            host = to_host(means)
+        else:
+            fields = {field for name in episodes.reported for field in EVENT_FIELDS.get(name, (name,))}
+            events = {name for field in fields for name in names.get(field, ())}
+            known = {name: weight() for name, weight in weights.items()}
+            host = merged_to_host(means, known, [name for name in means if name in events])
+        return {name: value for name, value in host.items() if not math.isnan(value)}
 
     def write(self, stats: dict[str, float], done: float, *, always: bool) -> None:
         """Log an iteration every ``interval`` of them, and the first and the last; show how much is done, 0 to 1."""
@@ -96,7 +105,8 @@ class TrainingLog:
         if self._unwritten is None:
             return
         stats, self._unwritten = self._unwritten, None
-        stats.update(merged_collection(self.collector.metrics()))
+        numbers = self.collector.metrics()
+        stats.update(numbers if distributed.world_size() == 1 else merged_collection(numbers))
         for logger in self.loggers:
             logger.log(stats)
         self.collector.episode_metrics.clear()
@@ -148,28 +158,21 @@ ENDED_EPISODES = "rollout/episode_len"
 """The log name whose weight is the number of ended episodes."""
 
 
-@dataclass(frozen=True)
-class Weighted:
-    """A mean, and how many numbers it stands for; the weight is asked for only where several processes learn."""
-
-    mean: Tensor
-    weight: Callable[[], Tensor | float]
-    event: bool = False
-    """Whether it is 0 for the ended episodes of a process that does not know it, once another does."""
-
-
-def merged_to_host(values: Mapping[str, Tensor | Weighted]) -> dict[str, float]:
+def merged_to_host(
+    means: Mapping[str, Tensor], weights: Mapping[str, Tensor | float], events: Collection[str] = ()
+) -> dict[str, float]:
     """Bring many scalars to the host, as means over all processes: Σ w x / Σ w over those that know the number.
 
     A name that one process alone knows, and a mean of nothing (NaN), are no problem: its process is left out, or counts
     0 for each of its ended episodes where the name is an event.
+
+    Args:
+        means: of this process.
+        weights: how many numbers each of the means stands for; 1 where there is none.
+        events: those that are 0 for the ended episodes of a process that does not know them, once another does.
     """
-    means = {name: value.mean if isinstance(value, Weighted) else value for name, value in values.items()}
-    if distributed.world_size() == 1:
-        return to_host(means)
-    weights = {f"{name} weight": value.weight() for name, value in values.items() if isinstance(value, Weighted)}
-    flagged = [name for name, value in values.items() if isinstance(value, Weighted) and value.event]
-    everyone = distributed.all_gather_object((to_host({**means, **weights}), flagged))
+    own = to_host({**means, **{f"{name} weight": weight for name, weight in weights.items()}})
+    everyone = distributed.all_gather_object((own, list(events)))
     events = {name: 0.0 for host, names in everyone for name in names if not math.isnan(host[name])}
     sums: dict[str, float] = {}
     totals: dict[str, float] = {}

@@ -205,20 +205,17 @@ class _Segments:
         self.ended = torch.arange(len(done) + 1, device=done.device)[:, None] < self.count
         self.unfinished = unfinished
 
-    def reduce(self, name: str, x: Tensor, how: Literal["sum", "amax", "amin"]) -> Tensor:
+    def reduce(self, x: Tensor, how: Literal["sum", "amax", "amin"], name: str = "") -> Tensor:
+        """Reduce the steps ``[T, N]`` of every episode; under a ``name``, also those before this rollout."""
         neutral = {"sum": 0.0, "amax": -torch.inf, "amin": torch.inf}[how]
         out = x.new_full((len(x) + 1, x.shape[1]), neutral)
         out[0] = self.unfinished.get(name, out[0])
         out.scatter_reduce_(0, self.segment, x, how)
-        partial = out.gather(0, self.count)[0]
-        # In place where it exists, so that a captured rollout finds it where it left it.
-        self.unfinished[name] = self.unfinished[name].copy_(partial) if name in self.unfinished else partial
+        if name:
+            partial = out.gather(0, self.count)[0]
+            # In place where it exists, so that a captured rollout finds it where it left it.
+            self.unfinished[name] = self.unfinished[name].copy_(partial) if name in self.unfinished else partial
         return out
-
-    def last(self, x: Tensor) -> Tensor:
-        zero = torch.zeros_like(x)
-        out = x.new_zeros((len(x) + 1, x.shape[1]))
-        return out.scatter_add_(0, self.segment, torch.where(self.done, x, zero))
 
 
 def aggregate_metrics(
@@ -246,8 +243,8 @@ def aggregate_metrics(
     one = torch.ones_like(done, dtype=torch.double)
     episode: dict[str, Tensor] = {}
     if REWARD in steps:
-        episode["return"] = segments.reduce("return", steps[REWARD], "sum")
-    episode["episode_len"] = segments.reduce("episode_len", one, "sum")
+        episode["return"] = segments.reduce(steps[REWARD], "sum", "return")
+    episode["episode_len"] = segments.reduce(one, "sum", "episode_len")
     if REWARD in steps:
         episode["reward"] = episode["return"] / episode["episode_len"]
     unknown = torch.full_like(one, torch.nan)
@@ -297,29 +294,30 @@ def end_info(batch: TensorDict) -> dict[str, Tensor]:
     """
     segments = _Segments(batch[DONE].squeeze(-1), {})
     columns = {TRUNCATED: batch[TRUNCATED], **(dict(batch[INFO].items()) if INFO in batch else {})}
-    return {name: segments.last(value.squeeze(-1).double()) for name, value in columns.items()}
+    at_ends = {name: torch.where(batch[DONE], value.double(), 0.0).squeeze(-1) for name, value in columns.items()}
+    return {name: segments.reduce(value, "sum") for name, value in at_ends.items()}
 
 
 def _fold(spec: MetricSpec, x: Tensor, segments: _Segments) -> dict[str, Tensor]:
     """Return the episode fields of one metric ``[T, N]``; NaN where an episode never reported it."""
     known = ~x.isnan()
-    seen = segments.reduce(f"{spec.name}/seen", known.double(), "sum")
+    seen = segments.reduce(known.double(), "sum", f"{spec.name}/seen")
     is_event = spec.name in EVENT_FIELDS
     if is_event:
-        ever = segments.reduce(spec.name, torch.where(known, x, 0.0).clamp(0.0, 1.0), "amax")
+        ever = segments.reduce(torch.where(known, x, 0.0).clamp(0.0, 1.0), "amax", spec.name)
         value = (ever > 0).double()
     elif spec.reduce == "last":
-        return {spec.name: segments.last(x)}
+        return {spec.name: segments.reduce(torch.where(segments.done, x, 0.0), "sum")}
     elif spec.reduce == "max":
-        value = segments.reduce(spec.name, torch.where(known, x, -torch.inf), "amax")
+        value = segments.reduce(torch.where(known, x, -torch.inf), "amax", spec.name)
     elif spec.reduce == "min":
-        value = segments.reduce(spec.name, torch.where(known, x, torch.inf), "amin")
+        value = segments.reduce(torch.where(known, x, torch.inf), "amin", spec.name)
     else:
-        total = segments.reduce(spec.name, torch.where(known, x, 0.0), "sum")
+        total = segments.reduce(torch.where(known, x, 0.0), "sum", spec.name)
         value = total / seen if spec.reduce == "mean" else total
     episode = {f"{spec.name}_once" if is_event else spec.name: torch.where(seen > 0, value, torch.nan)}
     if spec.name == "success":
-        last = segments.last(x)
+        last = segments.reduce(torch.where(segments.done, x, 0.0), "sum")
         episode["success_at_end"] = torch.where(last.isnan(), last, (last > 0).double())
     return episode
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from apexrl.collectors.base import BaseCollector, WarmUp
+from apexrl.collectors.base import BaseCollector, SyncCollector, WarmUp
 from apexrl.collectors.ray.session import (
     Arrays,
     Weights,
@@ -26,7 +26,6 @@ from apexrl.collectors.ray.session import (
     weights_of,
 )
 from apexrl.collectors.ray.workers import RayWorkers
-from apexrl.collectors.sync import SyncCollector
 from apexrl.core.errors import ConfigError
 from apexrl.core.metrics import EpisodeMetrics, MetricSpec, aggregate_metrics, fold_episodes
 from apexrl.core.system.seeding import ENV, POLICY, spawn_seed

@@ -82,15 +82,13 @@ def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
     Raises:
         RunDirError: when it cannot be written.
     """
-    known = {name: value for name, value in record.items() if _is_finite(value)}
+    known = {
+        name: value
+        for name, value in record.items()
+        if all(not isinstance(x, float) or math.isfinite(x) for x in (value if isinstance(value, list) else [value]))
+    }
     with writing(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(known, allow_nan=False) + "\n")
-
-
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
