@@ -130,7 +130,10 @@ class Checkpointer:
             with self.collector.quiet():  # until it is written: a state may be memory that the environment works in
                 content = self._content()
                 if distributed.world_size() > 1:
-                    content[checkpoint.PEERS] = self._peers(content)
+                    own = {name: content[name] for name in checkpoint.OWN_KEYS}
+                    own["algorithm"] = {name: content["algorithm"][name] for name in self.algorithm.own_keys}
+                    others = distributed.gather_object({} if distributed.is_main_process() else own)[1:]
+                    content[checkpoint.PEERS] = others  # what they have of their own; nothing but in the first process
                 distributed.on_main_process(lambda: checkpoint.save(path, content))
         finally:
             self.seconds, self.is_saving = self.clock() - begin, False
@@ -150,12 +153,6 @@ class Checkpointer:
             **vars(self.counters),
             **self.about,
         }
-
-    def _peers(self, content: Mapping[str, Any]) -> list[Any]:
-        """Return to the first process what the others have of their own."""
-        own = {name: content[name] for name in checkpoint.OWN_KEYS}
-        own["algorithm"] = {name: content["algorithm"][name] for name in self.algorithm.own_keys}
-        return distributed.gather_object({} if distributed.is_main_process() else own)[1:]
 
     def load(self, name: str | Path) -> None:
         """Continue from a checkpoint.

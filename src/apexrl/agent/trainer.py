@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
 from apexrl.agent import checkpoint
 from apexrl.agent.checkpointer import Checkpointer
@@ -33,7 +32,7 @@ from apexrl.core.errors import ApexRLError, ConfigError, EnvError, RunDirError, 
 from apexrl.core.observations import leaves
 from apexrl.core.system import distributed, files
 from apexrl.core.system.acceleration import Acceleration
-from apexrl.core.types import OBSERVATION, VALID, Observation
+from apexrl.core.types import OBSERVATION, VALID
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.evaluation.evaluate import EvaluationResult, evaluate
 from apexrl.evaluation.step_csv import save_step_csvs
@@ -277,7 +276,7 @@ class Trainer:
     def _save_and_explain(self, error: BaseException) -> None:
         """Save after an exception, where there is something fit for it; let the exception name the last checkpoint."""
         # A lost process is noticed between two steps of an optimizer, when the weights are always fit to go on from.
-        is_fit = not self._watch.is_running or isinstance(error, distributed.LostRankError)
+        is_fit = not self._watch.marks or isinstance(error, distributed.LostRankError)
         if is_fit and not isinstance(error, RunDirError):
             self.checkpointer.save_before_leaving()
         text = self.checkpointer.last_good()
@@ -310,7 +309,8 @@ class Trainer:
         batch = self.collector.collect_for_normalizer(self.algorithm.num_steps)
         # What is not finite stays out; the first update will name it.
         obs = batch[OBSERVATION][batch[VALID].squeeze(-1)] if VALID in batch else batch[OBSERVATION]
-        self.policy.update_normalizer(obs, apply=distributed.all_ranks(_all_finite(obs)))
+        is_finite = torch.stack([leaf.isfinite().all() for leaf in leaves(obs).values()]).all()
+        self.policy.update_normalizer(obs, apply=distributed.all_ranks(is_finite))
         self.counters.total_steps += distributed.all_reduce_sum(self.collector.steps_in(batch))
         self._watch.clear()
 
@@ -390,12 +390,19 @@ class Trainer:
             raise ConfigError(f"The number of episodes to evaluate must be at least 1, got {n_episodes}.")
         self._check_step_csv()
         self.directories.prepare(self.iteration)
+
+        def run() -> EvaluationResult:
+            env = self._evaluation_env(min(self.cfg.eval_num_envs, n_episodes))
+            once = partial(evaluate, env, self.policy, n_episodes, seed=self.cfg.seed + EVAL_SEED_OFFSET, events=events)
+            result = once(deterministic=deterministic, record_steps=self.save_step_csv, on_progress=on_progress)
+            if not (deterministic and self.cfg.eval_sampled):
+                return result
+            return replace(result, sampled=once(deterministic=False))
+
         # Making environments draws random numbers, and their simulators may: training must not notice.
         with self.collector.quiet(), checkpoint.kept_rng_state():
             events = set().union(*distributed.all_gather_object(self.collector.episode_metrics.events()))
-            result = distributed.on_main_process(
-                lambda: self._run_evaluation(n_episodes, deterministic, events, on_progress)
-            )
+            result = distributed.on_main_process(run)
         if self.run_dir is not None and distributed.is_main_process():
             record = {"iteration": self.iteration, "step": self.total_steps, **result.record()}
             files.append_json_line(self.run_dir / "evaluations.jsonl", record)
@@ -405,17 +412,6 @@ class Trainer:
                     save_step_csvs(result.step_rows, directory)
         self.counters.num_evaluations += 1
         return result
-
-    def _run_evaluation(
-        self, n_episodes: int, deterministic: bool, events: set[str], on_progress: Callable[[int], None] | None
-    ) -> EvaluationResult:
-        env = self._evaluation_env(min(self.cfg.eval_num_envs, n_episodes))
-        seed = self.cfg.seed + EVAL_SEED_OFFSET
-        run = partial(evaluate, env, self.policy, n_episodes, seed=seed, events=events)
-        result = run(deterministic=deterministic, record_steps=self.save_step_csv, on_progress=on_progress)
-        if not (deterministic and self.cfg.eval_sampled):
-            return result
-        return replace(result, sampled=run(deterministic=False))
 
     def _evaluation_env(self, num_envs: int) -> VecEnv:
         """Return the environments that were given, or ones made here in the wanted number."""
@@ -435,7 +431,3 @@ class Trainer:
             if env is not None:
                 env.close()
         self.directories.release()
-
-
-def _all_finite(obs: Observation) -> Tensor:
-    return torch.stack([leaf.isfinite().all() for leaf in leaves(obs).values()]).all()

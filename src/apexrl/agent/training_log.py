@@ -127,6 +127,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
         self.marks: list[tuple[str, Any]] = []
+        """The phases that have begun since ``clear`` or ``seconds``, and when."""
 
     def mark(self, phase: str) -> None:
         """Begin a phase, and with it end the one before."""
@@ -136,11 +137,6 @@ class Stopwatch:
             self.marks.append((phase, event))
         else:
             self.marks.append((phase, time.perf_counter()))
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a phase has begun since ``clear`` or ``seconds``."""
-        return bool(self.marks)
 
     def clear(self) -> None:
         """Forget the phases."""
@@ -152,10 +148,6 @@ class Stopwatch:
         if self.on_cuda:
             return {phase: begin.elapsed_time(end) / 1e3 for (phase, begin), (_, end) in pairs}
         return {phase: end - begin for (phase, begin), (_, end) in pairs}
-
-
-ENDED_EPISODES = "rollout/episode_len"
-"""The log name whose weight is the number of ended episodes."""
 
 
 def merged_to_host(
@@ -179,7 +171,8 @@ def merged_to_host(
     for host, _ in everyone:
         for name in (name for name in {**events, **host} if not name.endswith(" weight")):
             is_event = name in events
-            weight = host.get(f"{ENDED_EPISODES if is_event else name} weight", 0.0 if is_event else 1.0)
+            counted = "rollout/episode_len" if is_event else name  # whose weight is the number of ended episodes
+            weight = host.get(f"{counted} weight", 0.0 if is_event else 1.0)
             value = host.get(name, math.nan)
             value = 0.0 if is_event and math.isnan(value) else value
             known = weight > 0 and not math.isnan(value)

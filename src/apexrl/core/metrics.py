@@ -20,12 +20,8 @@ from apexrl.core.errors import ConfigError
 from apexrl.core.types import DONE, INFO, METRIC, REWARD, TRUNCATED
 
 Reduce = Literal["sum", "mean", "max", "min", "last"]
-
-
 RESERVED_NAMES = frozenset({"reward", "done", "return", "episode_len", "success_once", "success_at_end", "fail_once"})
 """Fields that every episode has; no metric may take their names."""
-
-
 EVENT_FIELDS = {"success": ("success_once", "success_at_end"), "fail": ("fail_once",)}
 """The episode fields of the metrics that have more, or others, than one of their own name."""
 
@@ -332,7 +328,7 @@ _FIELD_NAMES = {
     "success_at_end": ("success_at_end",),
     "fail_once": ("fail_once", "fail_rate"),
 }
-_TRAINING_ALIASES = {"return": "episode/mean_reward", "episode_len": "episode/mean_length"}
+_TRAINING_ALIASES = {"return": ["episode/mean_reward"], "episode_len": ["episode/mean_length"]}
 
 
 def training_log_names(field: str, specs: Mapping[str, MetricSpec]) -> list[str]:
@@ -340,10 +336,8 @@ def training_log_names(field: str, specs: Mapping[str, MetricSpec]) -> list[str]
     if field.startswith(TASK_SUCCESS):
         return [f"rollout/success_rate/{field.removeprefix(TASK_SUCCESS)}"]
     if field not in _FIELD_NAMES:
-        return [f"{specs[field].group}/{field}"] if field in specs else [f"reward/{field}"]
-    names = [f"rollout/{name}" for name in _FIELD_NAMES[field]]
-    alias = _TRAINING_ALIASES.get(field)
-    return [*names, alias] if alias else names
+        return [f"{specs[field].group if field in specs else 'reward'}/{field}"]
+    return [f"rollout/{name}" for name in _FIELD_NAMES[field]] + _TRAINING_ALIASES.get(field, [])
 
 
 def evaluation_log_names(field: str) -> list[str]:

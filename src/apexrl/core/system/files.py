@@ -121,13 +121,12 @@ def cut_json_lines(path: Path, last_iteration: int, max_lines: int | None = None
     """
     if not path.exists():
         return
-    kept = [record for record in read_json_lines(path) if _is_up_to(last_iteration, record.get("iteration", 0))]
-    kept = kept[:max_lines]
-    replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
-
-
-def _is_up_to(last_iteration: int, iteration: Any) -> bool:
-    return isinstance(iteration, int | float) and iteration <= last_iteration
+    kept = []
+    for record in read_json_lines(path):
+        iteration = record.get("iteration", 0)
+        if isinstance(iteration, int | float) and iteration <= last_iteration:
+            kept.append(json.dumps(record) + "\n")
+    replace_text(path, "".join(kept[:max_lines]))
 
 
 def remove_parts(directory: Path) -> None:
