@@ -24,7 +24,6 @@ RESERVED_NAMES = frozenset({"reward", "done", "return", "episode_len", "success_
 """Fields that every episode has; no metric may take their names."""
 EVENT_FIELDS = {"success": ("success_once", "success_at_end"), "fail": ("fail_once",)}
 """The episode fields of the metrics that have more, or others, than one of their own name."""
-
 TASK_SUCCESS = "success_once of "
 """Begins the name of an episode field that is the success of one task of several; the task's name follows."""
 
