@@ -32,9 +32,8 @@ from apexrl import PPO, ActorCritic, PPOConfig, make_env
 from apexrl.collectors import SyncCollector
 from apexrl.collectors.ray.collector import RayCollector
 from apexrl.collectors.ray.session import RaySession, pack, side_by_side_arrays, weights_of
-from apexrl.collectors.sync import add_values
 from apexrl.core.metrics import EpisodeMetrics, fold_episodes
-from apexrl.core.types import EnvStep, Observation
+from apexrl.core.types import NEXT_VALUE, VALUE, EnvStep, Observation
 from apexrl.envs import VecEnv
 
 FETCH = "gymnasium_robotics:FetchReachDense-v4"
@@ -218,7 +217,8 @@ class Inputs:
         """Do with rollouts what the learner does when they have come."""
         batch = side_by_side_arrays([self.batch] * num_workers)
         fold_episodes(batch, self.env.metric_specs, EpisodeMetrics())
-        add_values(batch, self.policy)
+        with torch.no_grad():
+            batch[VALUE], batch[NEXT_VALUE] = self.policy.values(batch)
         return batch
 
     def costs(self) -> Costs:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import report
 
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 
 ALONE = [sys.executable, "-m", "apexrl.cli"]
 TOGETHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "apexrl.cli"]

@@ -112,7 +112,7 @@ def trace_iteration(preset: str) -> Call:
         tracer = Tracer(type(trainer).learn.__code__)
 
         def step(_: Any) -> None:
-            {1: tracer.start, 2: tracer.stop}.get(trainer.iteration, lambda: None)()
+            {1: tracer.start, 2: tracer.stop}.get(trainer.counters.iteration, lambda: None)()
 
         trainer.add_callback("pre_iteration", step)
         try:

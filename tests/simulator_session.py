@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from apexrl.cli.main import main
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 from apexrl.envs import VecEnv
 from apexrl.policies import ActorCritic
 from apexrl.rollout import rollout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,15 +24,14 @@ from apexrl.core.types import (
     TRUNCATED,
     Actor,
     Carry,
-    EnvStep,
     Observation,
 )
 from apexrl.envs.base import RunningEpisodes, VecEnv, choose
 from apexrl.policies.base import NOISE_KEYS, Policy
 
 LOG = "log"
-OUTCOME_KEYS = frozenset({REWARD, TERMINATED, TRUNCATED, DONE, LOG})
-"""Always kept, with ``metric`` and ``info``: enough for episode statistics."""
+OUTCOME_KEYS = frozenset({REWARD, TERMINATED, TRUNCATED, DONE, METRIC, LOG, INFO})
+"""Always kept: enough for episode statistics."""
 
 
 @torch.no_grad()
@@ -72,27 +71,25 @@ def rollout(
     for t in range(num_steps):
         output = actor(carry)
         # Simulators reuse their buffers, so the observation is copied before the step.
-        for name, value in carry.items():
-            if name not in NOISE_KEYS:
-                columns.put(t, name, value)
-        for name, value in output.items():
-            if name not in carry:
-                columns.put(t, name, value)
+        columns.put(t, carry)
+        columns.put(t, {name: value for name, value in output.items() if name not in carry})
         step = env.step(output[ACTION])
-        columns.put(t, REWARD, step.reward)
-        columns.put(t, TERMINATED, step.terminated)
-        columns.put(t, TRUNCATED, step.truncated)
+        columns.put(t, {REWARD: step.reward, TERMINATED: step.terminated, TRUNCATED: step.truncated})
         if step.final_obs is not None and columns.keeps(NEXT_OBSERVATION):
             finals[t] = step.final_obs.clone()
-        for name, value in step.metric.items():
-            columns.put_sparse(t, (METRIC, name), value)
-        for name, number in step.log.items() if columns.keeps(LOG) else ():
-            columns.put_sparse(t, (LOG, name), torch.as_tensor(number, device=env.device).float().mean().view(1, 1))
-        for name, value in step.info.items():
-            columns.put_info(t, name, value)
-        carry = _next_carry(carry, output, step)
+        columns.put(t, {METRIC: step.metric})
+        if step.log and columns.keeps(LOG):
+            log = {name: torch.as_tensor(value, device=env.device).float() for name, value in step.log.items()}
+            columns.put(t, {LOG: {name: value.mean().view(1, 1) for name, value in log.items()}})
+        columns.put(t, {INFO: step.info})
+        done = step.terminated | step.truncated
+        after: Carry = {OBSERVATION: step.obs}
+        for name in carry:
+            if name != OBSERVATION:  # a recurrent state, which is zero at the first step of an episode
+                after[name] = output[name].masked_fill(done.view(-1, *[1] * (output[name].ndim - 1)), 0)
+        carry = after
         if until_done:
-            pending &= ~(step.terminated | step.truncated)
+            pending &= ~done
             if not pending.any():
                 num_steps = t + 1
                 break
@@ -152,18 +149,6 @@ def evaluation_mode(policy: Policy, seed: int) -> Iterator[None]:
         policy.train(was_training)
 
 
-def _next_carry(carry: Carry, output: dict[str, Tensor], step: EnvStep) -> Carry:
-    after: Carry = {OBSERVATION: step.obs}
-    if len(carry) == 1:
-        return after
-    done = step.terminated | step.truncated
-    for name in carry:
-        if name != OBSERVATION:
-            state = output[name]
-            after[name] = torch.where(done.view(-1, *[1] * (state.ndim - 1)), torch.zeros_like(state), state)
-    return after
-
-
 def _successors(batch: TensorDict, last: Observation, finals: dict[int, Observation], *, hidden: bool) -> Any:
     """Join the states that followed each step: the next step's, or the final one where the episode ended.
 
@@ -186,51 +171,36 @@ class _Columns:
     def __init__(self, num_steps: int, keep: Collection[str] | None, drop: Collection[str]) -> None:
         self.num_steps = num_steps
         self.keep = None if keep is None else OUTCOME_KEYS | set(keep)
-        self.drop = frozenset(drop)
-        self.columns: dict[str | tuple[str, ...], Tensor] = {}
-        self.rows: dict[str | tuple[str, ...], tuple[Tensor, ...]] = {}
+        self.drop = {*NOISE_KEYS, *drop}
+        self.columns: dict[tuple[str, ...], Tensor] = {}
+        self.rows: dict[tuple[str, ...], tuple[Tensor, ...]] = {}
         """The columns cut into steps once, which is faster than an index at every step."""
 
     def keeps(self, name: str) -> bool:
         return name not in self.drop and (self.keep is None or name in self.keep)
 
-    def put(self, t: int, name: str, value: Observation) -> None:
-        if name in self.rows:
-            self.rows[name][t].copy_(value)
-        elif self.keeps(name):
-            self._write(t, name, value)
-
-    def put_sparse(self, t: int, key: tuple[str, ...], value: Tensor) -> None:
-        """Write a number that may be missing at other steps, where it stays NaN."""
-        if key not in self.columns:
-            self.columns[key] = torch.full((self.num_steps, *value.shape), torch.nan, device=value.device)
-            self.rows[key] = self.columns[key].unbind()
-        self.rows[key][t].copy_(value)
-
-    def put_info(self, t: int, name: str, value: Tensor) -> None:
-        """Write control data, which every step has."""
-        self._write(t, (INFO, name), value)
+    def put(self, t: int, values: Mapping[str, Any], path: tuple[str, ...] = ()) -> None:
+        """Write what is kept of the values of step ``t``, ``[N, ...]``, and of the groups among them."""
+        for name, value in values.items():
+            key = (*path, name)
+            if key not in self.rows:
+                if not (path or self.keeps(name)):
+                    continue
+                if not isinstance(value, Tensor):
+                    self.put(t, value, key)
+                    continue
+                if path and path[0] in (METRIC, LOG):  # may be missing at other steps, and is NaN there
+                    column = torch.full((self.num_steps, *value.shape), torch.nan, device=value.device)
+                else:
+                    column = torch.empty((self.num_steps, *value.shape), dtype=value.dtype, device=value.device)
+                self.columns[key], self.rows[key] = column, column.unbind()
+            self.rows[key][t].copy_(value)
 
     def batch(self, num_steps: int, num_envs: int) -> TensorDict:
         """Join the columns, cut to the steps that were taken."""
         columns: dict[Any, Any] = {key: column[:num_steps] for key, column in self.columns.items()}
-        for key, column in columns.items():
-            if key[0] == LOG:
-                columns[key] = column.expand(num_steps, num_envs, 1)
-        columns[DONE] = columns[TERMINATED] | columns[TRUNCATED]
-        batch = TensorDict({}, batch_size=[num_steps, num_envs], device=columns[DONE].device)
-        for key, column in columns.items():
-            batch[key] = column
+        done = columns[TERMINATED,] | columns[TRUNCATED,]
+        batch = TensorDict({}, batch_size=[num_steps, num_envs], device=done.device)
+        for key, column in {**columns, (DONE,): done}.items():
+            batch[key] = column.expand(num_steps, num_envs, 1) if key[0] == LOG else column
         return batch
-
-    def _write(self, t: int, key: str | tuple[str, ...], value: Any) -> None:
-        if isinstance(value, Tensor):
-            if key not in self.columns:
-                column = torch.empty((self.num_steps, *value.shape), dtype=value.dtype, device=value.device)
-                self.columns[key] = column
-                self.rows[key] = column.unbind()
-            self.rows[key][t].copy_(value)
-            return
-        path: Sequence[str] = (key,) if isinstance(key, str) else key
-        for name, child in value.items():
-            self._write(t, (*path, name), child)

@@ -27,7 +27,7 @@ from tests.refusals import REFUSALS, Refusal, names
 from apexrl.agent import checkpoint
 from apexrl.algorithms import PPOConfig
 from apexrl.cli.main import main
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 from apexrl.core.system.migrations import CHECKPOINT_FORMAT
 from apexrl.envs.tasks import TASKS
 from apexrl.run.loading import load_config, preset_names

@@ -11,7 +11,7 @@ import torch
 
 from apexrl.agent import checkpoint
 from apexrl.cli.main import main
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 from apexrl.run.directory import start
 from apexrl.run.loading import load_config
 

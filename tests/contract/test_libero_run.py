@@ -13,7 +13,7 @@ from tests.suite_session import entries, train
 
 from apexrl.cli.main import main
 from apexrl.collectors.init_states import hash_init_state
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 from apexrl.envs.suites import make_suite
 from apexrl.envs.suites.libero import ASSETS_VARIABLE
 

@@ -22,7 +22,7 @@ from tests.unit.experiments.report.test_runs import evaluate_run, make_run
 from apexrl import ActorCritic, make_env, record_video
 from apexrl.cli.main import main
 from apexrl.collectors.init_states import RolloutStats
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 from apexrl.core.system.provenance import add_start
 from apexrl.experiments.report.page import show
 

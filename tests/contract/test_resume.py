@@ -23,7 +23,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from apexrl.agent import checkpoint
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 
 pytestmark = pytest.mark.slow
 

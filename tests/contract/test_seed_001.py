@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from apexrl import PPOROA, ActorCritic, Policy, PPOROAConfig, ROAPolicy, SyncCollector, Trainer, make_env
 from apexrl.agent.loggers import JsonlLogger
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 from apexrl.core.types import CMD_KEY, OBJECT_KEY, OBS_KEY, OBS_PRIV_KEY, PRIV_FEATURE_KEY, PRIV_PRED_KEY
 from apexrl.envs import VecEnv
 

@@ -26,7 +26,7 @@ from apexrl.collectors import InitStateDataset, RolloutGenerator, SuiteRunner
 from apexrl.collectors.init_states import hash_init_state
 from apexrl.core.errors import EnvError
 from apexrl.core.functional.rloo import leave_one_out
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 from apexrl.envs.suites.base import TaskSuite
 from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.policies import Policy

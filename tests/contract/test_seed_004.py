@@ -17,7 +17,7 @@ from apexrl.algorithms import ppo
 from apexrl.algorithms.ppo import PPO, PPOConfig
 from apexrl.algorithms.ppo_roa import PPOROA, PPOROAConfig
 from apexrl.core.errors import CheckpointError, ConfigError
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 from apexrl.envs import RslVecEnv, make_env
 from apexrl.policies import RecurrentActorCritic, ROAPolicy
 from apexrl.policies.networks import MLPActor, MLPCritic

@@ -20,8 +20,7 @@ from PIL import Image
 
 from apexrl.cli.main import main
 from apexrl.core.errors import FewSamplesWarning
-from apexrl.core.system.files import DirectoryLock
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import DirectoryLock, read_json_lines
 from apexrl.experiments import jobs, seeds
 from apexrl.run.loading import load_config
 

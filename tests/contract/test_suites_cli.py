@@ -31,7 +31,7 @@ from apexrl.agent import checkpoint
 from apexrl.cli.main import main
 from apexrl.collectors.demonstrations import record as demos
 from apexrl.core.errors import ConfigError
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 from apexrl.envs.suites.base import Split, TaskSuite
 from apexrl.envs.suites.metaworld import MetaWorldSuite
 from apexrl.run import directory, trained_policy

@@ -38,9 +38,10 @@ from apexrl import (
 )
 from apexrl.agent import TrainingConfig, checkpoint
 from apexrl.agent.trainer import env_seed
+from apexrl.agent.training_log import merged_collection, merged_to_host
 from apexrl.algorithms.gradient_step import bounds
 from apexrl.core.errors import DivergenceError
-from apexrl.core.metrics import MetricSpec, merged_collection, merged_to_host
+from apexrl.core.metrics import MetricSpec
 from apexrl.core.system import distributed
 from apexrl.core.types import EnvStep
 from apexrl.policies import Policy
@@ -211,7 +212,7 @@ def roa_updates(phase: Literal["train", "finetune"]) -> dict[str, Tensor]:
     with alike(2):
         for rollout in rollouts:
             metrics = algorithm.update(rollout[:, own_slice()].contiguous())
-    host = merged_to_host({f"metric.{name}": value for name, value in metrics.items()})
+    host = merged_to_host({f"metric.{name}": value for name, value in metrics.items()}, {})
     return {**weights(algorithm), **{name: torch.tensor(value) for name, value in host.items()}}
 
 
@@ -236,7 +237,7 @@ def sac_updates() -> dict[str, Tensor]:
         for _ in range(2):
             metrics = algorithm.update(collector.collect(NUM_STEPS))
     assert algorithm.state_dict()["num_updates"] == int(0.1 * 2 * NUM_STEPS * NUM_ENVS)
-    host = merged_to_host({f"metric.{name}": value for name, value in metrics.items()})
+    host = merged_to_host({f"metric.{name}": value for name, value in metrics.items()}, {})
     return {
         **weights(algorithm),
         "log_temperature": algorithm.log_temperature.detach().clone(),

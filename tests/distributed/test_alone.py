@@ -13,9 +13,9 @@ from tests.refusals import refused
 
 from apexrl import RLOO, ActorCritic, RLOOConfig, Trainer, cli
 from apexrl.agent import checkpoint
+from apexrl.agent.training_log import merged_collection
 from apexrl.collectors import RolloutStats
 from apexrl.core.errors import CheckpointError, ConfigError
-from apexrl.core.metrics import Weighted, merged_collection, merged_to_host
 from apexrl.core.system import distributed
 from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.policies.config import VLAConfig
@@ -63,13 +63,6 @@ def test_random_generators_are_left_alone() -> None:
     before = torch.get_rng_state()
     distributed.seed_per_rank(4)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_weights_are_not_asked_for() -> None:
-    def fail() -> float:
-        raise AssertionError("a single process needs no weight")
-
-    assert merged_to_host({"a": Weighted(torch.tensor(2.0), fail), "b": torch.tensor(3.0)}) == {"a": 2.0, "b": 3.0}
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-3", "nan", "1e9"])

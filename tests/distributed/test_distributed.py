@@ -22,7 +22,7 @@ from tests.distributed.commands import LIFT, options, start_alone
 
 from apexrl.agent import checkpoint
 from apexrl.cli.main import main
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 
 pytestmark = pytest.mark.slow
 

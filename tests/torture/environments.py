@@ -11,7 +11,7 @@ from tests.torture import faults
 from tests.torture.harness import Outcome, Report, TinyRun, command, output_of
 
 from apexrl.agent import checkpoint
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 
 WORKERS = {"task.num_workers": "2"}
 BACKGROUND = {"training.collector": "async", "training.max_staleness": "0", "training.step_timeout": "3"}

@@ -20,7 +20,7 @@ from tests.torture import faults
 import apexrl.run.suite
 from apexrl.agent import checkpoint
 from apexrl.core.errors import CheckpointError
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 
 FAULTY = {name: value for name, value in LIFT.items() if not name.startswith("task.kwargs")} | {
     "task.id": faults.NAME,

@@ -19,7 +19,7 @@ from tests.torture.harness import Line, Outcome, Preparation, Report, TinyRun, e
 import apexrl.evaluation
 from apexrl.agent import checkpoint
 from apexrl.core.system import files
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 
 MOST_SECONDS = 5.0
 """That SIGTERM may take."""

@@ -77,13 +77,6 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
             raise
 
 
-def _verify_checksums(path: Path) -> None:
-    """Compare the content of an archive with the checksums (CRC-32) that PyTorch wrote beside it."""
-    with zipfile.ZipFile(path) as archive:
-        if name := archive.testzip():
-            raise zipfile.BadZipFile(f"{name} differs from its checksum")
-
-
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint onto the CPU. Only tensors and plain values are accepted; nothing in it can run.
 
@@ -95,7 +88,9 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"There is no checkpoint at {path}.")
     damaged = f"{path} is not a readable checkpoint: it is truncated or damaged, or was not written by apexrl."
     try:
-        _verify_checksums(path)
+        with zipfile.ZipFile(path) as archive:
+            if name := archive.testzip():  # by the checksums (CRC-32) that PyTorch wrote beside the content
+                raise zipfile.BadZipFile(f"{name} differs from its checksum")
         with warnings.catch_warnings(action="ignore"):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -204,28 +199,6 @@ def _advice_without(directory: Path) -> str:
         f"No other checkpoint is left in {directory}, so the run cannot go on. Train it anew in another directory: "
         f"apexrl train {source} --run-dir NEW_DIR."
     )
-
-
-def copied(value: Any) -> Any:
-    """Copy the tensors of plain values to main memory, where nobody changes them."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: copied(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(copied(inner) for inner in value)
-    return value
-
-
-def num_bytes(value: Any) -> int:
-    """Count the memory of the tensors in plain values."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return 0
-    return sum(map(num_bytes, value))
 
 
 @contextmanager

@@ -69,14 +69,12 @@ class Checkpointer:
 
     def save_if_due(self) -> None:
         """Save every ``save_interval`` iterations, and when the last checkpoint is ``save_minutes`` old."""
-        interval = self.cfg.save_interval
-        if interval and (self.counters.iteration % interval == 0 or self._is_old()):
+        interval, minutes = self.cfg.save_interval, self.cfg.save_minutes
+        is_due = interval > 0 and self.counters.iteration % interval == 0
+        if interval and minutes and not is_due:
+            is_due = distributed.on_main_process(lambda: self.clock() - self.last_time >= 60 * minutes)
+        if is_due:
             self.save()
-
-    def _is_old(self) -> bool:
-        if not self.cfg.save_minutes:
-            return False
-        return distributed.on_main_process(lambda: self.clock() - self.last_time >= 60 * self.cfg.save_minutes)
 
     def save(self) -> None:
         """Save the numbered checkpoint of this iteration, unless that was done, and delete old ones."""
@@ -132,7 +130,10 @@ class Checkpointer:
             with self.collector.quiet():  # until it is written: a state may be memory that the environment works in
                 content = self._content()
                 if distributed.world_size() > 1:
-                    content[checkpoint.PEERS] = self._peers(content)
+                    own = {name: content[name] for name in checkpoint.OWN_KEYS}
+                    own["algorithm"] = {name: content["algorithm"][name] for name in self.algorithm.own_keys}
+                    others = distributed.gather_object({} if distributed.is_main_process() else own)[1:]
+                    content[checkpoint.PEERS] = others  # what they have of their own; nothing but in the first process
                 distributed.on_main_process(lambda: checkpoint.save(path, content))
         finally:
             self.seconds, self.is_saving = self.clock() - begin, False
@@ -144,25 +145,14 @@ class Checkpointer:
 
     def _content(self) -> dict[str, Any]:
         return {
-            **self._learning_state(),
+            "policy": self.policy.state_dict(),
+            "algorithm": self.algorithm.state_dict(),
+            "collector": self.collector.state_dict(),
             "env": self.env.state_dict(),
             "rng": checkpoint.rng_state(),
             **vars(self.counters),
             **self.about,
         }
-
-    def _learning_state(self) -> dict[str, Any]:
-        return {
-            "policy": self.policy.state_dict(),
-            "algorithm": self.algorithm.state_dict(),
-            "collector": self.collector.state_dict(),
-        }
-
-    def _peers(self, content: Mapping[str, Any]) -> list[Any]:
-        """Return to the first process what the others have of their own."""
-        own = {name: content[name] for name in checkpoint.OWN_KEYS}
-        own["algorithm"] = {name: content["algorithm"][name] for name in self.algorithm.own_keys}
-        return distributed.gather_object({} if distributed.is_main_process() else own)[1:]
 
     def load(self, name: str | Path) -> None:
         """Continue from a checkpoint.
@@ -173,13 +163,13 @@ class Checkpointer:
         path = self.directories.find_checkpoint(name)
         content = checkpoint.of_rank(checkpoint.load(path), distributed.rank(), distributed.world_size(), path)
         with self.collector.quiet():
-            before = copy.deepcopy(self._learning_state())
+            parts: tuple[Any, ...] = (self.policy, self.algorithm, self.collector)
+            before = copy.deepcopy([part.state_dict() for part in parts])
             try:
-                self._restore(content, path, before["collector"])
+                self._restore(content, path, before[-1])
             except Exception:
-                self.policy.load_state_dict(before["policy"])
-                self.algorithm.load_state_dict(before["algorithm"])
-                self.collector.load_state_dict(before["collector"])
+                for part, state in zip(parts, before, strict=True):
+                    part.load_state_dict(state)
                 raise
             for counter in vars(self.counters):
                 setattr(self.counters, counter, content[counter])

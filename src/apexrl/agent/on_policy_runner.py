@@ -16,13 +16,12 @@ from apexrl.agent.loggers import JsonlLogger, Logger, TensorBoardLogger
 from apexrl.agent.trainer import Trainer, TrainingConfig
 from apexrl.algorithms import ALGORITHMS, BaseAlgorithm
 from apexrl.algorithms.base import find_device
-from apexrl.collectors.sync import add_values
 from apexrl.core.errors import ConfigError, did_you_mean
 from apexrl.core.metrics import EpisodeMetrics, fold_episodes
 from apexrl.core.observations import leaves
 from apexrl.core.system import distributed, files
-from apexrl.core.system.json_lines import cut_json_lines
-from apexrl.core.types import ACTION, OBSERVATION, SAMPLE_LOG_PROB, Actor, Carry, Observation
+from apexrl.core.system.files import cut_json_lines
+from apexrl.core.types import ACTION, NEXT_VALUE, OBSERVATION, SAMPLE_LOG_PROB, VALUE, Actor, Carry, Observation
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.envs.base import RunningEpisodes
 from apexrl.evaluation.evaluate import EvaluationResult, StepRows
@@ -251,7 +250,8 @@ class OnPolicyRunner(Trainer):
         if not collect_for_training:
             return next_obs, None, rows
         batch = batch.to(policy.device)
-        add_values(batch, policy)
+        with torch.no_grad():
+            batch[VALUE], batch[NEXT_VALUE] = policy.values(batch)
         return next_obs, batch, rows
 
     def build_eval_logs(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,10 +12,8 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
 from apexrl.agent import checkpoint
-from apexrl.agent.callbacks import Callbacks
 from apexrl.agent.checkpointer import Checkpointer
 from apexrl.agent.directories import RunDirectories
 from apexrl.agent.loggers import Logger
@@ -24,23 +23,22 @@ from apexrl.agent.schedule import Counters
 from apexrl.agent.schedule import TrainingConfig as TrainingConfig
 from apexrl.agent.schedule import env_seed as env_seed
 from apexrl.agent.signals import GivenUp, StopRequest, stop_on_signal
-from apexrl.agent.training_log import TrainingLog, known
+from apexrl.agent.training_log import Stopwatch, TrainingLog
 from apexrl.algorithms.base import BaseAlgorithm
-from apexrl.collectors.base import BaseCollector
+from apexrl.collectors.base import BaseCollector, SyncCollector
 from apexrl.collectors.episodes import SuiteRunner
 from apexrl.collectors.groups import RolloutGenerator
-from apexrl.collectors.sync import SyncCollector
-from apexrl.core.errors import ApexRLError, ConfigError, EnvError, RunDirError
+from apexrl.core.errors import ApexRLError, ConfigError, EnvError, RunDirError, did_you_mean
 from apexrl.core.observations import leaves
 from apexrl.core.system import distributed, files
-from apexrl.core.system.acceleration import Acceleration, Stopwatch
-from apexrl.core.system.json_lines import append_json_line
-from apexrl.core.types import OBSERVATION, VALID, Observation
+from apexrl.core.system.acceleration import Acceleration
+from apexrl.core.types import OBSERVATION, VALID
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.evaluation.evaluate import EvaluationResult, evaluate
 from apexrl.evaluation.step_csv import save_step_csvs
 from apexrl.policies.base import Policy
 
+EVENTS = ("pre_iteration", "post_iteration", "pre_rollout", "post_rollout", "pre_update", "post_update")
 NO_GRAPHS = Acceleration(graphs=False)
 NO_EVALUATION = "The simulator holds one environment a process: there is no evaluation in this run."
 
@@ -124,7 +122,7 @@ class Trainer:
         self.collector = collector or _default_collector(env, algorithm, env_seed(cfg.seed))
         self.config = dict(config or {})
         self.counters = Counters()
-        self.callbacks = Callbacks()
+        self.callbacks: dict[str, list[Callable[..., Any]]] = {event: [] for event in EVENTS}
         self.log = TrainingLog(loggers, self.collector, log_interval, log_reward_components)
         self.directories = RunDirectories(run_dir, save_dir, self.tell, lock)
         recipe = {} if config else {RECIPE: write_recipe(env, algorithm, cfg)}
@@ -188,8 +186,18 @@ class Trainer:
             raise ConfigError("save_step_csv needs a directory for the tables: give run_dir (log_dir of the runner).")
 
     def add_callback(self, event: str, handler: Callable[..., Any]) -> None:
-        """Call ``handler`` at an event; see ``apexrl.agent.callbacks``."""
-        self.callbacks.add(event, handler)
+        """Call ``handler`` at one of ``EVENTS``, after those that were added before.
+
+        ``pre_*`` handlers get ``(runner)``, ``post_*`` handlers ``(runner, stats)``. An exception in a handler stops
+        the run with its own traceback.
+        """
+        if event not in EVENTS:
+            raise ConfigError(f"Unknown event '{event}'; events are {list(EVENTS)}.{did_you_mean(event, EVENTS)}")
+        self.callbacks[event].append(handler)
+
+    def _fire(self, event: str, *stats: dict[str, float]) -> None:
+        for handler in self.callbacks[event]:
+            handler(self, *stats)
 
     def tell(self, text: str, once: bool = False) -> None:
         """Show a line to the user, on the console or else as a warning; with ``once`` only the first time."""
@@ -206,32 +214,33 @@ class Trainer:
             raise ConfigError(f"total_timesteps must not be negative, got {target}.")
         if target == 0:
             return
-        fire, watch = self.callbacks.fire, self._watch
+        fire, watch = self._fire, self._watch
         with self._running() as stop:
             self._teach_normalizer(target)
             while self._progress(target) < 1.0 and not stop.requested():
-                fire("pre_iteration", self)
-                fire("pre_rollout", self)
+                fire("pre_iteration")
+                fire("pre_rollout")
                 watch.mark("rollout")
-                self._follow(self.algorithm.rollout_policy)
+                if self._acting is not self.algorithm.rollout_policy:
+                    self._acting = self.algorithm.rollout_policy
+                    self.collector.follow(self._acting)
                 batch = self.collector.collect(self.algorithm.num_steps)
                 watch.mark("callbacks")
-                if self.callbacks.wanted("post_rollout"):
-                    fire("post_rollout", self, self.log.read(batch, {}))
+                if self.callbacks["post_rollout"]:
+                    fire("post_rollout", self.log.read(batch, {}))
                 if self._is_first and (notice := self.algorithm.notice(batch)):
                     self.tell(notice)
                 self._is_first = False
-                fire("pre_update", self)
+                fire("pre_update")
                 watch.mark("update")
                 learned = self.algorithm.update(batch)
                 watch.mark("end")
                 stats = self._count(batch, self.log.read(batch, learned))
                 self.algorithm.adjust_learning_rate(self._progress(target))
-                fire("post_update", self, {k: v for k, v in stats.items() if k.startswith("train/")})
-                if evaluates := self._evaluates():
-                    stats.update(known(self.evaluate(self.cfg.eval_episodes).logs()))
-                self.log.write(stats, self._progress(target), always=evaluates)
-                fire("post_iteration", self, stats)
+                fire("post_update", {k: v for k, v in stats.items() if k.startswith("train/")})
+                stats.update(evaluated := self._evaluate_if_due())
+                self.log.write(stats, self._progress(target), always=bool(evaluated))
+                fire("post_iteration", stats)
                 self.checkpointer.save_if_due()
             if stop.asked:
                 self.log.flush()
@@ -267,7 +276,7 @@ class Trainer:
     def _save_and_explain(self, error: BaseException) -> None:
         """Save after an exception, where there is something fit for it; let the exception name the last checkpoint."""
         # A lost process is noticed between two steps of an optimizer, when the weights are always fit to go on from.
-        is_fit = not self._watch.is_running or isinstance(error, distributed.LostRankError)
+        is_fit = not self._watch.marks or isinstance(error, distributed.LostRankError)
         if is_fit and not isinstance(error, RunDirError):
             self.checkpointer.save_before_leaving()
         text = self.checkpointer.last_good()
@@ -300,15 +309,10 @@ class Trainer:
         batch = self.collector.collect_for_normalizer(self.algorithm.num_steps)
         # What is not finite stays out; the first update will name it.
         obs = batch[OBSERVATION][batch[VALID].squeeze(-1)] if VALID in batch else batch[OBSERVATION]
-        self.policy.update_normalizer(obs, apply=distributed.all_ranks(_all_finite(obs)))
+        is_finite = torch.stack([leaf.isfinite().all() for leaf in leaves(obs).values()]).all()
+        self.policy.update_normalizer(obs, apply=distributed.all_ranks(is_finite))
         self.counters.total_steps += distributed.all_reduce_sum(self.collector.steps_in(batch))
         self._watch.clear()
-
-    def _follow(self, policy: Policy) -> None:
-        """Let the collector act with another policy, where the algorithm has changed its own."""
-        if policy is not self._acting:
-            self._acting = policy
-            self.collector.follow(policy)
 
     def _count(self, batch: TensorDict, numbers: dict[str, float]) -> dict[str, float]:
         """Count an iteration whose update was finite; returns its numbers with where the run is, and its speed."""
@@ -364,10 +368,13 @@ class Trainer:
         """Whether there are environments for evaluation, or can be."""
         return self.eval_env is not None or self.env.can_spawn
 
-    def _evaluates(self) -> bool:
-        """Whether the iteration ends with an evaluation."""
+    def _evaluate_if_due(self) -> dict[str, float]:
+        """Evaluate every ``eval_interval`` iterations; returns the numbers by log name, or nothing."""
         interval = self.cfg.eval_interval
-        return interval > 0 and self.counters.iteration % interval == 0 and self.can_evaluate
+        if not interval or self.counters.iteration % interval or not self.can_evaluate:
+            return {}
+        logs = self.evaluate(self.cfg.eval_episodes).logs()
+        return {name: value for name, value in logs.items() if not math.isnan(value)}
 
     def evaluate(
         self,
@@ -383,32 +390,28 @@ class Trainer:
             raise ConfigError(f"The number of episodes to evaluate must be at least 1, got {n_episodes}.")
         self._check_step_csv()
         self.directories.prepare(self.iteration)
+
+        def run() -> EvaluationResult:
+            env = self._evaluation_env(min(self.cfg.eval_num_envs, n_episodes))
+            once = partial(evaluate, env, self.policy, n_episodes, seed=self.cfg.seed + EVAL_SEED_OFFSET, events=events)
+            result = once(deterministic=deterministic, record_steps=self.save_step_csv, on_progress=on_progress)
+            if not (deterministic and self.cfg.eval_sampled):
+                return result
+            return replace(result, sampled=once(deterministic=False))
+
         # Making environments draws random numbers, and their simulators may: training must not notice.
         with self.collector.quiet(), checkpoint.kept_rng_state():
             events = set().union(*distributed.all_gather_object(self.collector.episode_metrics.events()))
-            result = distributed.on_main_process(
-                lambda: self._run_evaluation(n_episodes, deterministic, events, on_progress)
-            )
+            result = distributed.on_main_process(run)
         if self.run_dir is not None and distributed.is_main_process():
             record = {"iteration": self.iteration, "step": self.total_steps, **result.record()}
-            append_json_line(self.run_dir / "evaluations.jsonl", record)
+            files.append_json_line(self.run_dir / "evaluations.jsonl", record)
             if result.step_rows is not None:
                 directory = self.run_dir / "eval" / f"eval{self.num_evaluations}"
                 with files.writing(directory):
                     save_step_csvs(result.step_rows, directory)
         self.counters.num_evaluations += 1
         return result
-
-    def _run_evaluation(
-        self, n_episodes: int, deterministic: bool, events: set[str], on_progress: Callable[[int], None] | None
-    ) -> EvaluationResult:
-        env = self._evaluation_env(min(self.cfg.eval_num_envs, n_episodes))
-        seed = self.cfg.seed + EVAL_SEED_OFFSET
-        run = partial(evaluate, env, self.policy, n_episodes, seed=seed, events=events)
-        result = run(deterministic=deterministic, record_steps=self.save_step_csv, on_progress=on_progress)
-        if not (deterministic and self.cfg.eval_sampled):
-            return result
-        return replace(result, sampled=run(deterministic=False))
 
     def _evaluation_env(self, num_envs: int) -> VecEnv:
         """Return the environments that were given, or ones made here in the wanted number."""
@@ -428,7 +431,3 @@ class Trainer:
             if env is not None:
                 env.close()
         self.directories.release()
-
-
-def _all_finite(obs: Observation) -> Tensor:
-    return torch.stack([leaf.isfinite().all() for leaf in leaves(obs).values()]).all()

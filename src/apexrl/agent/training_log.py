@@ -1,11 +1,14 @@
-"""What a run tells its user: numbers by name, and lines of text."""
+"""What a run tells its user: numbers by name, how long it took, and lines of text."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -14,7 +17,7 @@ from torch import Tensor
 from apexrl.agent.loggers import ConsoleLogger, Logger
 from apexrl.collectors.base import BaseCollector
 from apexrl.core.errors import ConfigError
-from apexrl.core.metrics import Weighted, merged_collection, merged_to_host, training_log_names
+from apexrl.core.metrics import EVENT_FIELDS, to_host, training_log_names
 from apexrl.core.system import distributed
 from apexrl.core.types import REWARD, VALID, VALUE
 from apexrl.rollout import LOG
@@ -56,28 +59,38 @@ class TrainingLog:
             tell(self.loggers, text)
 
     def read(self, batch: TensorDict, learned: Mapping[str, Tensor]) -> dict[str, float]:
-        """Bring the numbers of a batch and of the update with it to the host, in one transfer, by their log names."""
-        return known(merged_to_host({**self._of_rollout(batch), **{f"train/{k}": v for k, v in learned.items()}}))
+        """Bring the numbers of a batch and of the update with it to the host, in one transfer, by their log names.
 
-    def _of_rollout(self, batch: TensorDict) -> dict[str, Tensor | Weighted]:
-        metrics: dict[str, Tensor | Weighted] = {}
+        What is not known in this iteration is left out, such as the return when no episode ended.
+        """
+        means: dict[str, Tensor] = {}
+        weights: dict[str, Callable[[], Tensor]] = {}  # of several processes; alone nobody asks for them
         if REWARD in batch:
             valid = batch[VALID] if VALID in batch else torch.ones_like(batch[REWARD])
             count = valid.sum()
-            metrics["rollout/mean_reward"] = Weighted((batch[REWARD] * valid).sum() / count, lambda: count)
+            means["rollout/mean_reward"] = (batch[REWARD] * valid).sum() / count
+            weights["rollout/mean_reward"] = lambda: count
         if VALUE in batch:
-            metrics["rollout/mean_value"] = batch[VALUE].mean()
+            means["rollout/mean_value"] = batch[VALUE].mean()
         episodes = self.collector.episode_metrics
-        specs, events = episodes.specs, {field for name in episodes.reported for field in episodes.specs[name].fields}
-        for name, mean in episodes.means().items():
-            if name in specs and not self.components:
-                continue
-            number = Weighted(mean, partial(episodes.count, name), name in events)
-            metrics.update(dict.fromkeys(training_log_names(name, specs), number))
+        names = {field: training_log_names(field, episodes.specs) for field in episodes.totals}
+        for field, mean in episodes.means().items():
+            if self.components or field not in episodes.specs:
+                means.update(dict.fromkeys(names[field], mean))
+                weights.update(dict.fromkeys(names[field], partial(episodes.count, field)))
         if LOG in batch:
             for name, value in batch[LOG].items():
-                metrics[f"env/{name.lstrip('/')}"] = Weighted(value.nanmean(), partial(_count_known, value))
-        return metrics
+                means[f"env/{name.lstrip('/')}"] = value.nanmean()
+                weights[f"env/{name.lstrip('/')}"] = partial(_count_known, value)
+        means.update({f"train/{name}": value for name, value in learned.items()})
+        if distributed.world_size() == 1:
+            host = to_host(means)
+        else:
+            fields = {field for name in episodes.reported for field in EVENT_FIELDS.get(name, (name,))}
+            events = {name for field in fields for name in names.get(field, ())}
+            known = {name: weight() for name, weight in weights.items()}
+            host = merged_to_host(means, known, [name for name in means if name in events])
+        return {name: value for name, value in host.items() if not math.isnan(value)}
 
     def write(self, stats: dict[str, float], done: float, *, always: bool) -> None:
         """Log an iteration every ``interval`` of them, and the first and the last; show how much is done, 0 to 1."""
@@ -92,7 +105,8 @@ class TrainingLog:
         if self._unwritten is None:
             return
         stats, self._unwritten = self._unwritten, None
-        stats.update(merged_collection(self.collector.metrics()))
+        numbers = self.collector.metrics()
+        stats.update(numbers if distributed.world_size() == 1 else merged_collection(numbers))
         for logger in self.loggers:
             logger.log(stats)
         self.collector.episode_metrics.clear()
@@ -103,10 +117,83 @@ class TrainingLog:
             logger.close()
 
 
-def known(values: Mapping[str, float]) -> dict[str, float]:
-    """Leave out what is not known in this iteration, such as the return when no episode ended."""
-    return {name: value for name, value in values.items() if not math.isnan(value)}
-
-
 def _count_known(values: Tensor) -> Tensor:
     return (~values.isnan()).sum()
+
+
+class Stopwatch:
+    """Times phases on a device without waiting for it: marks are events, read when the work is done anyway."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self.marks: list[tuple[str, Any]] = []
+        """The phases that have begun since ``clear`` or ``seconds``, and when."""
+
+    def mark(self, phase: str) -> None:
+        """Begin a phase, and with it end the one before."""
+        if self.on_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((phase, event))
+        else:
+            self.marks.append((phase, time.perf_counter()))
+
+    def clear(self) -> None:
+        """Forget the phases."""
+        self.marks = []
+
+    def seconds(self) -> dict[str, float]:
+        """Return how long each phase but the last took, and forget them; call it when the device has finished."""
+        pairs, self.marks = itertools.pairwise(self.marks), []
+        if self.on_cuda:
+            return {phase: begin.elapsed_time(end) / 1e3 for (phase, begin), (_, end) in pairs}
+        return {phase: end - begin for (phase, begin), (_, end) in pairs}
+
+
+def merged_to_host(
+    means: Mapping[str, Tensor], weights: Mapping[str, Tensor | float], events: Collection[str] = ()
+) -> dict[str, float]:
+    """Bring many scalars to the host, as means over all processes: Σ w x / Σ w over those that know the number.
+
+    A name that one process alone knows, and a mean of nothing (NaN), are no problem: its process is left out, or counts
+    0 for each of its ended episodes where the name is an event.
+
+    Args:
+        means: of this process.
+        weights: how many numbers each of the means stands for; 1 where there is none.
+        events: those that are 0 for the ended episodes of a process that does not know them, once another does.
+    """
+    own = to_host({**means, **{f"{name} weight": weight for name, weight in weights.items()}})
+    everyone = distributed.all_gather_object((own, list(events)))
+    events = {name: 0.0 for host, names in everyone for name in names if not math.isnan(host[name])}
+    sums: dict[str, float] = {}
+    totals: dict[str, float] = {}
+    for host, _ in everyone:
+        for name in (name for name in {**events, **host} if not name.endswith(" weight")):
+            is_event = name in events
+            counted = "rollout/episode_len" if is_event else name  # whose weight is the number of ended episodes
+            weight = host.get(f"{counted} weight", 0.0 if is_event else 1.0)
+            value = host.get(name, math.nan)
+            value = 0.0 if is_event and math.isnan(value) else value
+            known = weight > 0 and not math.isnan(value)
+            sums[name] = sums.get(name, 0.0) + (weight * value if known else 0.0)
+            totals[name] = totals.get(name, 0.0) + (weight if known else 0.0)
+    return {name: value / totals[name] if totals[name] else math.nan for name, value in sums.items()}
+
+
+AVERAGED = frozenset(
+    f"collect/{name}" for name in ("staleness", "overlap", "worker_seconds", "attempts", "seconds_creating_envs")
+)
+"""Numbers about the collecting that say how it went in one process; the others are counts and rates."""
+
+
+def merged_collection(values: Mapping[str, float]) -> dict[str, float]:
+    """Merge numbers about the collecting over all processes: counts and rates add up, ``AVERAGED`` ones are averaged.
+
+    A name that one process alone knows is no problem.
+    """
+    found: dict[str, list[float]] = {}
+    for host in distributed.all_gather_object(dict(values)):
+        for name, value in host.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(each) / (len(each) if name in AVERAGED else 1) for name, each in found.items()}

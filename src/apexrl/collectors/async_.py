@@ -18,10 +18,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.collectors.base import BaseCollector, Collected, WarmUp
+from apexrl.collectors.base import BaseCollector, Collected, SyncCollector, WarmUp
 from apexrl.collectors.episodes import SuiteRunner
 from apexrl.collectors.groups import RolloutGenerator
-from apexrl.collectors.sync import SyncCollector
 from apexrl.core.errors import ConfigError, EnvError
 from apexrl.core.metrics import EpisodeMetrics
 from apexrl.core.system.acceleration import Acceleration

@@ -6,8 +6,7 @@ device; after the rollout ``aggregate_metrics`` folds the storage once into the 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -18,19 +17,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.core.errors import ConfigError
-from apexrl.core.system import distributed
 from apexrl.core.types import DONE, INFO, METRIC, REWARD, TRUNCATED
 
 Reduce = Literal["sum", "mean", "max", "min", "last"]
-
-
 RESERVED_NAMES = frozenset({"reward", "done", "return", "episode_len", "success_once", "success_at_end", "fail_once"})
 """Fields that every episode has; no metric may take their names."""
-
-
-_EVENT_FIELDS = {"success": ("success_once", "success_at_end"), "fail": ("fail_once",)}
-
-
+EVENT_FIELDS = {"success": ("success_once", "success_at_end"), "fail": ("fail_once",)}
+"""The episode fields of the metrics that have more, or others, than one of their own name."""
 TASK_SUCCESS = "success_once of "
 """Begins the name of an episode field that is the success of one task of several; the task's name follows."""
 
@@ -53,7 +46,7 @@ class MetricSpec:
     Without this, such an episode is left out of the mean."""
 
     def __post_init__(self) -> None:
-        if self.name in _EVENT_FIELDS:
+        if self.name in EVENT_FIELDS:
             object.__setattr__(self, "event", True)
         if self.name in RESERVED_NAMES:
             raise ConfigError(
@@ -63,11 +56,6 @@ class MetricSpec:
             raise ConfigError(
                 f"MetricSpec.reduce of '{self.name}' must be one of {get_args(Reduce)}, got '{self.reduce}'."
             )
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The episode fields that it becomes."""
-        return _EVENT_FIELDS.get(self.name, (self.name,))
 
 
 @dataclass(frozen=True)
@@ -107,7 +95,7 @@ class EpisodeMetrics(Mapping[str, NDArray[np.float64]]):
     def events(self) -> set[str]:
         """Return the episode fields of the events that were ever reported; reads them from the device."""
         reported = to_host(self.reported)
-        return {field for name in self.reported if reported[name] for field in self.specs[name].fields}
+        return {field for name in self.reported if reported[name] for field in EVENT_FIELDS.get(name, (name,))}
 
     def __getitem__(self, name: str) -> NDArray[np.float64]:
         field = {"success": "success_once", "fail": "fail_once"}.get(name, name)
@@ -212,20 +200,17 @@ class _Segments:
         self.ended = torch.arange(len(done) + 1, device=done.device)[:, None] < self.count
         self.unfinished = unfinished
 
-    def reduce(self, name: str, x: Tensor, how: Literal["sum", "amax", "amin"]) -> Tensor:
+    def reduce(self, x: Tensor, how: Literal["sum", "amax", "amin"], name: str = "") -> Tensor:
+        """Reduce the steps ``[T, N]`` of every episode; under a ``name``, also those before this rollout."""
         neutral = {"sum": 0.0, "amax": -torch.inf, "amin": torch.inf}[how]
         out = x.new_full((len(x) + 1, x.shape[1]), neutral)
         out[0] = self.unfinished.get(name, out[0])
         out.scatter_reduce_(0, self.segment, x, how)
-        partial = out.gather(0, self.count)[0]
-        # In place where it exists, so that a captured rollout finds it where it left it.
-        self.unfinished[name] = self.unfinished[name].copy_(partial) if name in self.unfinished else partial
+        if name:
+            partial = out.gather(0, self.count)[0]
+            # In place where it exists, so that a captured rollout finds it where it left it.
+            self.unfinished[name] = self.unfinished[name].copy_(partial) if name in self.unfinished else partial
         return out
-
-    def last(self, x: Tensor) -> Tensor:
-        zero = torch.zeros_like(x)
-        out = x.new_zeros((len(x) + 1, x.shape[1]))
-        return out.scatter_add_(0, self.segment, torch.where(self.done, x, zero))
 
 
 def aggregate_metrics(
@@ -253,8 +238,8 @@ def aggregate_metrics(
     one = torch.ones_like(done, dtype=torch.double)
     episode: dict[str, Tensor] = {}
     if REWARD in steps:
-        episode["return"] = segments.reduce("return", steps[REWARD], "sum")
-    episode["episode_len"] = segments.reduce("episode_len", one, "sum")
+        episode["return"] = segments.reduce(steps[REWARD], "sum", "return")
+    episode["episode_len"] = segments.reduce(one, "sum", "episode_len")
     if REWARD in steps:
         episode["reward"] = episode["return"] / episode["episode_len"]
     unknown = torch.full_like(one, torch.nan)
@@ -266,9 +251,11 @@ def aggregate_metrics(
             x = steps.get(name, unknown)
             fields = _fold(spec, x, segments)
             if spec.event:
-                reported = _note_report(episode_metrics, name, x)
-                fields = {field: torch.where(reported & v.isnan(), 0.0, v) for field, v in fields.items()}
-                events.update(dict.fromkeys(fields, reported))
+                known, reported = (~x.isnan()).any(), episode_metrics.reported
+                # In place where it exists, as for the unfinished episodes.
+                reported[name] = reported[name].logical_or_(known) if name in reported else known
+                fields = {field: torch.where(reported[name] & v.isnan(), 0.0, v) for field, v in fields.items()}
+                events.update(dict.fromkeys(fields, reported[name]))
             episode.update(fields)
     totals, ended = episode_metrics.totals, segments.ended & ~episode["episode_len"].isnan()
     for name, value in episode.items():
@@ -282,15 +269,6 @@ def aggregate_metrics(
     if episode_metrics.finished is not None:
         episode_metrics.finished.append(finished)
     return finished
-
-
-def _note_report(episode_metrics: EpisodeMetrics, name: str, x: Tensor) -> Tensor:
-    """Return whether an event was reported up to the end of these steps."""
-    known = (~x.isnan()).any()
-    # In place where it exists, as for the unfinished episodes.
-    before = episode_metrics.reported.get(name)
-    episode_metrics.reported[name] = known if before is None else before.logical_or_(known)
-    return episode_metrics.reported[name]
 
 
 def fold_episodes(
@@ -311,31 +289,32 @@ def end_info(batch: TensorDict) -> dict[str, Tensor]:
     """
     segments = _Segments(batch[DONE].squeeze(-1), {})
     columns = {TRUNCATED: batch[TRUNCATED], **(dict(batch[INFO].items()) if INFO in batch else {})}
-    return {name: segments.last(value.squeeze(-1).double()) for name, value in columns.items()}
+    at_ends = {name: torch.where(batch[DONE], value.double(), 0.0).squeeze(-1) for name, value in columns.items()}
+    return {name: segments.reduce(value, "sum") for name, value in at_ends.items()}
 
 
 def _fold(spec: MetricSpec, x: Tensor, segments: _Segments) -> dict[str, Tensor]:
+    """Return the episode fields of one metric ``[T, N]``; NaN where an episode never reported it."""
     known = ~x.isnan()
-    seen = segments.reduce(f"{spec.name}/seen", known.double(), "sum")
-
-    def known_only(value: Tensor) -> Tensor:
-        return torch.where(seen > 0, value, torch.nan)
-
-    if spec.name in ("success", "fail"):
-        ever = segments.reduce(spec.name, torch.where(known, x, 0.0).clamp(0.0, 1.0), "amax")
-        episode = {f"{spec.name}_once": known_only((ever > 0).double())}
-        if spec.name == "success":
-            last = segments.last(x)
-            episode["success_at_end"] = torch.where(last.isnan(), last, (last > 0).double())
-        return episode
-    if spec.reduce == "last":
-        return {spec.name: segments.last(x)}
-    if spec.reduce in ("max", "min"):
-        neutral = -torch.inf if spec.reduce == "max" else torch.inf
-        how: Literal["amax", "amin"] = "amax" if spec.reduce == "max" else "amin"
-        return {spec.name: known_only(segments.reduce(spec.name, torch.where(known, x, neutral), how))}
-    total = segments.reduce(spec.name, torch.where(known, x, 0.0), "sum")
-    return {spec.name: known_only(total / seen if spec.reduce == "mean" else total)}
+    seen = segments.reduce(known.double(), "sum", f"{spec.name}/seen")
+    is_event = spec.name in EVENT_FIELDS
+    if is_event:
+        ever = segments.reduce(torch.where(known, x, 0.0).clamp(0.0, 1.0), "amax", spec.name)
+        value = (ever > 0).double()
+    elif spec.reduce == "last":
+        return {spec.name: segments.reduce(torch.where(segments.done, x, 0.0), "sum")}
+    elif spec.reduce == "max":
+        value = segments.reduce(torch.where(known, x, -torch.inf), "amax", spec.name)
+    elif spec.reduce == "min":
+        value = segments.reduce(torch.where(known, x, torch.inf), "amin", spec.name)
+    else:
+        total = segments.reduce(torch.where(known, x, 0.0), "sum", spec.name)
+        value = total / seen if spec.reduce == "mean" else total
+    episode = {f"{spec.name}_once" if is_event else spec.name: torch.where(seen > 0, value, torch.nan)}
+    if spec.name == "success":
+        last = segments.reduce(torch.where(segments.done, x, 0.0), "sum")
+        episode["success_at_end"] = torch.where(last.isnan(), last, (last > 0).double())
+    return episode
 
 
 # The one table of log names: episode field -> names below "rollout/" in training and "eval/" in evaluation.
@@ -348,7 +327,7 @@ _FIELD_NAMES = {
     "success_at_end": ("success_at_end",),
     "fail_once": ("fail_once", "fail_rate"),
 }
-_TRAINING_ALIASES = {"return": "episode/mean_reward", "episode_len": "episode/mean_length"}
+_TRAINING_ALIASES = {"return": ["episode/mean_reward"], "episode_len": ["episode/mean_length"]}
 
 
 def training_log_names(field: str, specs: Mapping[str, MetricSpec]) -> list[str]:
@@ -356,10 +335,8 @@ def training_log_names(field: str, specs: Mapping[str, MetricSpec]) -> list[str]
     if field.startswith(TASK_SUCCESS):
         return [f"rollout/success_rate/{field.removeprefix(TASK_SUCCESS)}"]
     if field not in _FIELD_NAMES:
-        return [f"{specs[field].group}/{field}"] if field in specs else [f"reward/{field}"]
-    names = [f"rollout/{name}" for name in _FIELD_NAMES[field]]
-    alias = _TRAINING_ALIASES.get(field)
-    return [*names, alias] if alias else names
+        return [f"{specs[field].group if field in specs else 'reward'}/{field}"]
+    return [f"rollout/{name}" for name in _FIELD_NAMES[field]] + _TRAINING_ALIASES.get(field, [])
 
 
 def evaluation_log_names(field: str) -> list[str]:
@@ -381,62 +358,3 @@ def to_host(values: Mapping[str, Tensor | float]) -> dict[str, float]:
         stacked = torch.cat([torch.stack(list(group.values())).double() for group in here])
         host.update(zip([name for group in here for name in group], stacked.tolist(), strict=True))
     return {name: host[name] for name in values}
-
-
-ENDED_EPISODES = "rollout/episode_len"
-"""The log name whose weight is the number of ended episodes."""
-
-
-@dataclass(frozen=True)
-class Weighted:
-    """A mean, and how many numbers it stands for; the weight is asked for only where several processes learn."""
-
-    mean: Tensor
-    weight: Callable[[], Tensor | float]
-    event: bool = False
-    """Whether it is 0 for the ended episodes of a process that does not know it, once another does."""
-
-
-def merged_to_host(values: Mapping[str, Tensor | Weighted]) -> dict[str, float]:
-    """Bring many scalars to the host, as means over all processes: Σ w x / Σ w over those that know the number.
-
-    A name that one process alone knows, and a mean of nothing (NaN), are no problem: its process is left out, or counts
-    0 for each of its ended episodes where the name is an event.
-    """
-    means = {name: value.mean if isinstance(value, Weighted) else value for name, value in values.items()}
-    if distributed.world_size() == 1:
-        return to_host(means)
-    weights = {f"{name} weight": value.weight() for name, value in values.items() if isinstance(value, Weighted)}
-    flagged = [name for name, value in values.items() if isinstance(value, Weighted) and value.event]
-    everyone = distributed.all_gather_object((to_host({**means, **weights}), flagged))
-    events = {name: 0.0 for host, names in everyone for name in names if not math.isnan(host[name])}
-    sums: dict[str, float] = {}
-    totals: dict[str, float] = {}
-    for host, _ in everyone:
-        for name in (name for name in {**events, **host} if not name.endswith(" weight")):
-            is_event = name in events
-            weight = host.get(f"{ENDED_EPISODES if is_event else name} weight", 0.0 if is_event else 1.0)
-            value = host.get(name, math.nan)
-            value = 0.0 if is_event and math.isnan(value) else value
-            known = weight > 0 and not math.isnan(value)
-            sums[name] = sums.get(name, 0.0) + (weight * value if known else 0.0)
-            totals[name] = totals.get(name, 0.0) + (weight if known else 0.0)
-    return {name: value / totals[name] if totals[name] else math.nan for name, value in sums.items()}
-
-
-AVERAGED = frozenset(
-    f"collect/{name}" for name in ("staleness", "overlap", "worker_seconds", "attempts", "seconds_creating_envs")
-)
-"""Numbers about the collecting that say how it went in one process; the others are counts and rates."""
-
-
-def merged_collection(values: Mapping[str, float]) -> dict[str, float]:
-    """Merge numbers about the collecting over all processes: counts and rates add up, ``AVERAGED`` ones are averaged.
-
-    A name that one process alone knows is no problem.
-    """
-    found: dict[str, list[float]] = {}
-    for host in distributed.all_gather_object(dict(values)):
-        for name, value in host.items():
-            found.setdefault(name, []).append(value)
-    return {name: sum(each) / (len(each) if name in AVERAGED else 1) for name, each in found.items()}

@@ -19,8 +19,7 @@ from typing import Any, Literal
 
 from apexrl.agent.loggers import Logger
 from apexrl.core.errors import ApexRLError, RunDirError
-from apexrl.core.system.files import DirectoryLock
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import DirectoryLock, read_json_lines
 from apexrl.run import directory as run
 from apexrl.run.config import make_config
 

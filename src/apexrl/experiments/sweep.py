@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from apexrl.core.errors import ConfigError, RunDirError, did_you_mean
 from apexrl.core.functional.intervals import iqm
 from apexrl.core.system import files
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 from apexrl.experiments.jobs import Job, Report
 from apexrl.experiments.plots import plot_sweep
 from apexrl.experiments.sweep_file import Dimension, SweepFile, as_text, read_sweep, sweep_from

@@ -20,7 +20,7 @@ from apexrl.agent import Trainer, checkpoint
 from apexrl.agent.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger
 from apexrl.core.errors import ConfigError, RunDirError
 from apexrl.core.system import distributed, files
-from apexrl.core.system.json_lines import cut_json_lines
+from apexrl.core.system.files import cut_json_lines
 from apexrl.core.system.provenance import add_start
 from apexrl.run.build import decided, make_trainer, prepare_device
 from apexrl.run.config import Config, make_config

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apexrl.core.result import RATE_FIELDS
-from apexrl.core.system.json_lines import parse_json_lines
+from apexrl.core.system.files import parse_json_lines
 
 LARGEST = 1e100
 """Of a number; sums and products of larger ones need not be numbers."""

@@ -29,8 +29,7 @@ from apexrl.collectors.init_states import read_statistics
 from apexrl.core.errors import ConfigError, EnvError, ExportError, plural, requirement
 from apexrl.core.system import distributed
 from apexrl.core.system.acceleration import Acceleration
-from apexrl.core.system.files import write_json
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines, write_json
 from apexrl.envs.mujoco.simulation import num_cores
 from apexrl.envs.suites import TaskSuite, make_suite
 from apexrl.envs.suites.env import SuiteVecEnv

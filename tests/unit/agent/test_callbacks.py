@@ -10,7 +10,7 @@ from tests.refusals import refused
 from tests.scripted import ScriptedEnv
 
 from apexrl.agent import Trainer, TrainingConfig, checkpoint
-from apexrl.agent.callbacks import EVENTS, Callbacks
+from apexrl.agent.trainer import EVENTS
 from apexrl.algorithms import PPO, PPOConfig
 from apexrl.core.errors import ConfigError
 from apexrl.policies import ActorCritic
@@ -24,14 +24,12 @@ def make_trainer(save_dir: Path | None = None) -> Trainer:
 
 
 def test_handlers_are_called_in_the_order_in_which_they_were_added() -> None:
-    callbacks, seen = Callbacks(), []
-    callbacks.add("pre_rollout", lambda runner: seen.append(("first", runner)))
-    callbacks.add("pre_rollout", lambda runner: seen.append(("second", runner)))
-    assert callbacks.wanted("pre_rollout")
-    assert not callbacks.wanted("post_rollout")
-    callbacks.fire("pre_rollout", "runner")
-    callbacks.fire("post_rollout", "runner", {})
-    assert seen == [("first", "runner"), ("second", "runner")]
+    trainer = make_trainer()
+    seen: list[tuple[str, Any]] = []
+    trainer.add_callback("pre_rollout", lambda runner: seen.append(("first", runner)))
+    trainer.add_callback("pre_rollout", lambda runner: seen.append(("second", runner)))
+    trainer.learn(8)
+    assert seen == [("first", trainer), ("second", trainer)]
 
 
 def test_an_unknown_event_is_an_error_with_the_nearest_name() -> None:

@@ -9,8 +9,7 @@ from tests.unit.agent.test_trainer import make_trainer, names, scripted
 
 from apexrl.agent import TrainingConfig, checkpoint
 from apexrl.agent.directories import RunDirectories
-from apexrl.core.system.files import DirectoryLock
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import DirectoryLock, read_json_lines
 
 EVERY = TrainingConfig(save_interval=1, keep_checkpoints=2, eval_interval=1, eval_episodes=2)
 

@@ -94,13 +94,11 @@ def test_sigterm_gives_an_iteration_up_that_takes_too_long_and_names_the_last_ch
     cfg = TrainingConfig(save_interval=1, eval_interval=3, eval_episodes=2)
     trainer, memory = make_trainer(scripted(), cfg, save_dir=tmp_path, eval_env=scripted())
     trainer.learn(16)
-    owner, name = {
-        "collect": (trainer.collector, "collect"),
-        "update": (trainer.algorithm, "update"),
-        "evaluation": (trainer.eval_env, "step"),
-        "callback": (trainer.callbacks, "fire"),
-    }[place]
-    monkeypatch.setattr(owner, name, send_and_hang)
+    if place == "callback":
+        trainer.add_callback("pre_iteration", send_and_hang)
+    else:
+        owner: Any = {"collect": trainer.collector, "update": trainer.algorithm, "evaluation": trainer.eval_env}[place]
+        monkeypatch.setattr(owner, "step" if place == "evaluation" else place, send_and_hang)
     with pytest.raises(SystemExit) as left:
         trainer.learn(80)
     assert left.value.code == 128 + signal.SIGTERM

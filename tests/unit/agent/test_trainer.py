@@ -17,13 +17,12 @@ from tests.scripted import ScriptedEnv
 from torch import Tensor
 
 from apexrl.agent import Trainer, TrainingConfig, checkpoint
-from apexrl.agent.callbacks import EVENTS
 from apexrl.agent.loggers import Logger
-from apexrl.agent.trainer import NO_EVALUATION
+from apexrl.agent.trainer import EVENTS, NO_EVALUATION
 from apexrl.algorithms import PPO, SAC, PPOConfig, SACConfig
 from apexrl.collectors import AsyncCollector
 from apexrl.core.errors import ConfigError, DivergenceError, EnvError, RunDirError
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 from apexrl.core.types import EnvStep
 from apexrl.envs import GymVecEnv, VecEnv, make_env
 from apexrl.policies import ActorCritic, SACPolicy

@@ -29,7 +29,7 @@ from apexrl.collectors.ray.collector import RayCollector
 from apexrl.collectors.ray.session import RaySession, pack, side_by_side_arrays
 from apexrl.core.errors import ConfigError, EnvError
 from apexrl.core.metrics import MetricSpec
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 from apexrl.core.system.seeding import ENV, POLICY, spawn_seed
 from apexrl.core.types import Carry, EnvStep
 from apexrl.envs import VecEnv

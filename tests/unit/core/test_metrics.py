@@ -10,14 +10,11 @@ from apexrl.core.metrics import (
     EpisodeMetrics,
     MetricSpec,
     Reduce,
-    Weighted,
     aggregate_metrics,
     evaluation_log_names,
-    merged_to_host,
     to_host,
     training_log_names,
 )
-from apexrl.core.system import distributed
 
 
 def steps(*values: float | bool) -> Tensor:
@@ -232,27 +229,6 @@ def test_state_goes_on_after_a_round_trip() -> None:
     after.load_state_dict(before.state_dict(), torch.device("cpu"))
     assert fold(after, [], reward=steps(4.0), done=steps(True))["return"] == [6.0]
     assert after.means()["return"].item() == 3.5
-
-
-def test_an_event_that_one_process_knows_counts_in_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Here 1 of 2 episodes succeeded. Of the others, one process has heard of no success in its 4 episodes, and one
-    # does not know the metric at all and ended 2: 1 of 8.
-    others = [
-        ({"rollout/success_rate": NAN, "rollout/success_rate weight": 0.0, "rollout/episode_len weight": 4.0}, ["x"]),
-        ({"rollout/episode_len": 5.0, "rollout/episode_len weight": 2.0}, []),
-    ]
-    others[0][0].update({"x": NAN, "rollout/episode_len": 2.0})
-    monkeypatch.setattr(distributed, "world_size", lambda: 3)
-    monkeypatch.setattr(distributed, "all_gather_object", lambda own: [own, *others])
-    host = merged_to_host(
-        {
-            "rollout/episode_len": Weighted(torch.tensor(3.0), lambda: 2.0),
-            "rollout/success_rate": Weighted(torch.tensor(0.5), lambda: 2.0, event=True),
-        }
-    )
-    assert host["rollout/success_rate"] == pytest.approx(1 / 8)
-    assert host["rollout/episode_len"] == pytest.approx((2 * 3 + 4 * 2 + 2 * 5) / 8)
-    assert math.isnan(host["x"]), "nobody has heard of it"
 
 
 def test_log_names() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.refusals import refused
 
 from apexrl.core.errors import ConfigError, FewSamplesWarning, RunDirError
-from apexrl.core.system.json_lines import append_json_line
+from apexrl.core.system.files import append_json_line
 from apexrl.experiments import seeds
 from apexrl.experiments.seeds import SeedRun, SeedRuns, curve, parse_seeds, summary
 from apexrl.run.records import read_log

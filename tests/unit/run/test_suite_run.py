@@ -14,7 +14,7 @@ from tests.point_suite import GOALS, PointSimulator, PointSuite
 from apexrl import ActorCritic, TrainingConfig
 from apexrl.algorithms import BC, RLOO, AlgorithmConfig, BCConfig, RLOOConfig
 from apexrl.algorithms.rloo import explore_with
-from apexrl.core.system.json_lines import append_json_line
+from apexrl.core.system.files import append_json_line
 from apexrl.envs.suites.base import Simulator, Split
 from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.evaluation.evaluate import evaluate

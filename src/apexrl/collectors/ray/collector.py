@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from apexrl.collectors.base import BaseCollector, WarmUp
+from apexrl.collectors.base import BaseCollector, SyncCollector, WarmUp
 from apexrl.collectors.ray.session import (
     Arrays,
     Weights,
@@ -26,11 +26,10 @@ from apexrl.collectors.ray.session import (
     weights_of,
 )
 from apexrl.collectors.ray.workers import RayWorkers
-from apexrl.collectors.sync import SyncCollector, add_values
 from apexrl.core.errors import ConfigError
 from apexrl.core.metrics import EpisodeMetrics, MetricSpec, aggregate_metrics, fold_episodes
 from apexrl.core.system.seeding import ENV, POLICY, spawn_seed
-from apexrl.core.types import DONE, NEXT_OBSERVATION, POLICY_VERSION, REWARD, VALUE
+from apexrl.core.types import DONE, NEXT_OBSERVATION, NEXT_VALUE, POLICY_VERSION, REWARD, VALUE
 from apexrl.envs.base import VecEnv
 from apexrl.policies.base import Policy
 
@@ -164,7 +163,8 @@ class RayCollector(BaseCollector):
         self.policy.eval()
         batch = batch.to(self.policy.device)
         if self.wants_value:
-            add_values(batch, self.policy)
+            with torch.no_grad():
+                batch[VALUE], batch[NEXT_VALUE] = self.policy.values(batch)
             del batch[NEXT_OBSERVATION]
         return batch.to(self.device)
 

@@ -6,10 +6,8 @@ The mathematics is the same in every mode, because it is the same function.
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -242,36 +240,3 @@ def _from_entropy() -> Iterator[None]:
         yield
     finally:
         random.setstate(state)
-
-
-class Stopwatch:
-    """Times phases on a device without waiting for it: marks are events, read when the work is done anyway."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_cuda = device.type == "cuda"
-        self.marks: list[tuple[str, Any]] = []
-
-    def mark(self, phase: str) -> None:
-        """Begin a phase, and with it end the one before."""
-        if self.on_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append((phase, event))
-        else:
-            self.marks.append((phase, time.perf_counter()))
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a phase has begun since ``clear`` or ``seconds``."""
-        return bool(self.marks)
-
-    def clear(self) -> None:
-        """Forget the phases."""
-        self.marks = []
-
-    def seconds(self) -> dict[str, float]:
-        """Return how long each phase but the last took, and forget them; call it when the device has finished."""
-        pairs, self.marks = itertools.pairwise(self.marks), []
-        if self.on_cuda:
-            return {phase: begin.elapsed_time(end) / 1e3 for (phase, begin), (_, end) in pairs}
-        return {phase: end - begin for (phase, begin), (_, end) in pairs}

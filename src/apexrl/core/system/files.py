@@ -1,20 +1,20 @@
-"""Files that are there whole or not at all, and directories that one process at a time writes into."""
+"""Files that are there whole or not at all, files with one JSON object per line, and locked directories."""
 
 from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedWriter
 from pathlib import Path
 from typing import IO, Any
 
 from apexrl.core.errors import RunDirError
-from apexrl.core.system import files
 
 PART = ".part"
 """How the name of a file ends that is not whole yet."""
@@ -69,6 +69,64 @@ def replace_text(path: Path, text: str) -> Path:
     with replacing(path) as file:
         file.write(text.encode("utf-8"))
     return path
+
+
+def write_json(path: Path, content: Any) -> Path:
+    """Replace a JSON file atomically."""
+    return replace_text(path, json.dumps(content, indent=1))
+
+
+def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one object to a JSON-lines file, without the numbers that JSON does not know: NaN and infinities.
+
+    Raises:
+        RunDirError: when it cannot be written.
+    """
+    known = {
+        name: value
+        for name, value in record.items()
+        if all(not isinstance(x, float) or math.isfinite(x) for x in (value if isinstance(value, list) else [value]))
+    }
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(known, allow_nan=False) + "\n")
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a JSON-lines file; a line that a kill cut off in the middle is left out."""
+    return parse_json_lines(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else []
+
+
+def parse_json_lines(text: str) -> list[dict[str, Any]]:
+    """Return the objects of a text with one a line; other lines are left out."""
+    records = []
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def cut_json_lines(path: Path, last_iteration: int, max_lines: int | None = None) -> None:
+    """Drop the lines after an iteration, so that a resumed run writes them anew, and those that are damaged.
+
+    The file is replaced atomically.
+
+    Args:
+        path: a file that need not exist.
+        last_iteration: the newest that stays.
+        max_lines: how many lines stay at most.
+    """
+    if not path.exists():
+        return
+    kept = []
+    for record in read_json_lines(path):
+        iteration = record.get("iteration", 0)
+        if isinstance(iteration, int | float) and iteration <= last_iteration:
+            kept.append(json.dumps(record) + "\n")
+    replace_text(path, "".join(kept[:max_lines]))
 
 
 def remove_parts(directory: Path) -> None:
@@ -135,8 +193,3 @@ class DirectoryLock:
             with suppress(OSError):
                 self._file.close()
             self._file = None
-
-
-def write_json(path: Path, content: Any) -> Path:
-    """Replace a JSON file atomically."""
-    return files.replace_text(path, json.dumps(content, indent=1))

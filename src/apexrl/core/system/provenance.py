@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from apexrl.core.system import distributed, files
-from apexrl.core.system.json_lines import read_json_lines
+from apexrl.core.system.files import read_json_lines
 
 PACKAGES = ("apexrl", "torch", "numpy", "scipy", "gymnasium", "mujoco", "gymnasium-robotics", "metaworld", "hf-libero")
 """Whose versions may change a result."""

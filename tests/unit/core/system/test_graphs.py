@@ -2,7 +2,6 @@
 
 import gc
 import random
-import time
 import weakref
 from contextlib import nullcontext
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from apexrl import PPO, ActorCritic, PPOConfig, RecurrentActorCritic, SyncCollector, make_env
-from apexrl.core.system.acceleration import WARM_UP_CALLS, Acceleration, Captured, Compiled, Stopwatch
+from apexrl.core.system.acceleration import WARM_UP_CALLS, Acceleration, Captured, Compiled
 
 
 def weights_after(
@@ -152,16 +151,6 @@ def test_what_nothing_accelerates_is_called_itself() -> None:
     assert Acceleration(graphs=False).wrap(doubled, torch.device("cuda"), graph="double") is doubled
     assert isinstance(Acceleration(graphs=True).wrap(doubled, torch.device("cuda"), graph="double"), Captured)
     assert isinstance(Acceleration(compile=True).wrap(doubled, torch.device("cpu")), Compiled)
-
-
-def test_stopwatch_times_the_phase_between_two_marks() -> None:
-    watch = Stopwatch(torch.device("cpu"))
-    watch.mark("sleep")
-    time.sleep(0.05)
-    watch.mark("end")
-    seconds = watch.seconds()
-    assert list(seconds) == ["sleep"]
-    assert 0.045 < seconds["sleep"] < 0.5
 
 
 class Cycle:

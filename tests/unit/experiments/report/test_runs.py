@@ -16,7 +16,7 @@ from tests.refusals import refused
 from apexrl.collectors.init_states import RolloutStats
 from apexrl.core.errors import RunDirError
 from apexrl.core.result import EvaluationResult
-from apexrl.core.system.json_lines import append_json_line
+from apexrl.core.system.files import append_json_line
 from apexrl.core.system.provenance import STARTS, add_start
 from apexrl.experiments.report.curves import task_estimates
 from apexrl.experiments.report.runs import Group, find_runs, group_runs, read_run

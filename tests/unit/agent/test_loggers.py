@@ -18,7 +18,7 @@ from tests.refusals import refused
 
 from apexrl.agent.loggers import ConsoleLogger, JsonlLogger, TensorBoardLogger, WandbLogger
 from apexrl.core.errors import ConfigError
-from apexrl.core.system.json_lines import append_json_line, cut_json_lines, read_json_lines
+from apexrl.core.system.files import append_json_line, cut_json_lines, read_json_lines
 
 # JSON lines
 
