@@ -171,7 +171,9 @@ class BC(BaseAlgorithm):
         )
         self.stats = UpdateStats(("loss", "grad_norm"), policy.device)
         loss = BCLoss(policy, cfg, self.acceleration)
-        self.step = GradientStep(loss, self.optimizer, self.stats, micro_batch_size=cfg.micro_batch_size or sys.maxsize)
+        self.gradient_step = GradientStep(
+            loss, self.optimizer, self.stats, micro_batch_size=cfg.micro_batch_size or sys.maxsize
+        )
 
     def fit(
         self,
@@ -206,7 +208,7 @@ class BC(BaseAlgorithm):
             if step == steps - max(1, steps // 10):
                 self.stats.sums.zero_()
             rows = torch.randint(count, (self.cfg.batch_size,), device=samples[ACTION].device)
-            self.step(dict(samples[rows].items()))
+            self.gradient_step(dict(samples[rows].items()))
             if on_progress is not None and ((step + 1) % often == 0 or step + 1 == steps):
                 on_progress(step + 1)
         self.policy.eval()
@@ -219,7 +221,7 @@ class BC(BaseAlgorithm):
         self.check_batch(rollout)
         self.stats.reset()
         self.policy.train()
-        self.step(dict(rollout.select(OBSERVATION, ACTION, VALID_STEPS, strict=False).reshape(-1).items()))
+        self.gradient_step(dict(rollout.select(OBSERVATION, ACTION, VALID_STEPS, strict=False).reshape(-1).items()))
         self.policy.eval()
         return self._metrics()
 

@@ -289,7 +289,7 @@ class PPO(BaseAlgorithm):
     def _wrap(self) -> None:
         """Compile and capture anew what works on the memory of a batch."""
         wrap, device, pool = self.acceleration.wrap, self.policy.device, memory_pool()
-        self.step = wrap(self.gradient_step, device)
+        self.take_step = wrap(self.gradient_step, device)
         self._log_prob = wrap(self._eager_log_prob, device)
         self.epoch = wrap(self._eager_epoch, device, graph="The update", pool=pool)
         self.compute_advantage = wrap(self._eager_advantage, device, graph="The advantage", pool=pool)
@@ -393,7 +393,7 @@ class PPO(BaseAlgorithm):
     def _eager_epoch(self, order: Tensor) -> None:
         """Go once over the batch in a given order."""
         for minibatch in minibatches(self._samples, order, self.cfg.num_minibatches, int(self.policy.sequential)):
-            self.step(minibatch)
+            self.take_step(minibatch)
 
     def adjust_learning_rate(self, progress: float) -> None:
         """Follow the linear schedule, and that of σ; the others need nothing here.

@@ -291,7 +291,7 @@ class RLOO(BaseAlgorithm):
         else:
             self.loss = RLOOLoss(policy, cfg, self.acceleration, terms)
         self.stats = UpdateStats((*RLOO_METRICS, *(term.name for term in terms), "grad_norm"), policy.device)
-        self.step = GradientStep(
+        self.gradient_step = GradientStep(
             self.loss,
             self.optimizer,
             self.stats,
@@ -443,7 +443,7 @@ class RLOO(BaseAlgorithm):
                 self.optimizer.learning_rate.copy_(self._rate * warm)
                 minibatch = dict(samples[order[start:end]].items())
                 # This process may have fewer samples than others have minibatches.
-                self.step(minibatch if end > start else None, weight=end - start)
+                self.gradient_step(minibatch if end > start else None, weight=end - start)
         self.policy.eval()
         self._num_steps += self.stats.num_taken
 

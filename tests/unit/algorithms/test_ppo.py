@@ -169,7 +169,7 @@ def rates_after(divergences: list[float], **options: Any) -> list[float]:
         return metrics[0], metrics, (), torch.zeros_like(algorithm.optimizer.flat)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(algorithm.step, "value_and_grad", value_and_grad)
+        patched.setattr(algorithm.gradient_step, "value_and_grad", value_and_grad)
         algorithm.update(batch)
     return [*rates[1:], algorithm.optimizer.learning_rate.item()]
 

@@ -236,7 +236,7 @@ def test_an_option_changes_what_is_learned(options: dict[str, Any]) -> None:
 def test_minibatches_are_at_most_as_large_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm, batch = setup(minibatch_size=16, num_epochs=1)
     sizes: list[int] = []
-    monkeypatch.setattr(algorithm, "step", lambda minibatch, weight: sizes.append(len(minibatch["action"])))
+    monkeypatch.setattr(algorithm, "gradient_step", lambda minibatch, weight: sizes.append(len(minibatch["action"])))
     algorithm.update(batch)
     assert sum(sizes) == int(batch["valid"].sum())
     assert max(sizes) <= 16
