@@ -58,7 +58,7 @@ class ActorCritic(Policy):
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
         """Act without the critic, which runs once, batched, after the rollout."""
-        return explore(self.distribution(carry[OBSERVATION]), carry, deterministic)
+        return explore(self._distribution(self.normalized(carry[OBSERVATION])), carry, deterministic)
 
     def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
         """Evaluate stored actions, normalising the observations once."""
