@@ -36,7 +36,7 @@ from apexrl.envs.mujoco.simulation import (
 )
 from apexrl.envs.mujoco.tasks import GYMNASIUM_TASKS, MujocoTask, NumpyArray, Parts
 from apexrl.envs.step_buffers import StepBuffers
-from apexrl.envs.workers.gym_group import Tree, make_buffers, map_tree
+from apexrl.envs.workers.arrays import Tree, make_buffers, map_tree
 
 MUJOCO_TASKS: dict[str, type[MujocoTask]] = {**GYMNASIUM_TASKS, "WalkerPayload": WalkerPayload}
 """The tasks by name."""

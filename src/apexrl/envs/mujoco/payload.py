@@ -13,8 +13,8 @@ import numpy as np
 from apexrl.core.errors import ConfigError
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.types import CMD_KEY, OBJECT_KEY, OBS_KEY, OBS_PRIV_KEY
-from apexrl.envs.changes import check_change_step, is_number
 from apexrl.envs.mujoco.tasks import Fields, MujocoTask, NumpyArray, Outcome, Parts, asset_path, for_one_robot
+from apexrl.envs.options import check_change_step, is_number
 
 TORSO, PAYLOAD = 1, 8
 """Bodies."""

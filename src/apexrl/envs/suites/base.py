@@ -29,6 +29,12 @@ def own_split(split: str) -> Literal["train", "val"]:
     return "train" if split == "train" else "val"
 
 
+def camera_space(num_numbers: int, cameras: Sequence[str], image_size: int) -> gym.spaces.Dict:
+    """Return the space of the group ``state``, and of a group of pictures for each camera."""
+    pictures = {camera: gym.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8) for camera in cameras}
+    return gym.spaces.Dict({"state": gym.spaces.Box(-np.inf, np.inf, (num_numbers,), np.float32), **pictures})
+
+
 class InitState(NamedTuple):
     """Where an episode starts."""
 
@@ -144,13 +150,10 @@ class TaskSuite(ABC):
                 f"--episodes {count} is more than the validation states of '{self.name}': it has {known} for "
                 f"{self.num_tasks} tasks. Ask for fewer."
             )
-        orders = [rng.permutation(len(of_task)) for of_task in states]
-        episodes = []
-        for number in range(count):
-            turn, task_id = divmod(number, self.num_tasks)
-            index = int(orders[task_id][turn])
-            episodes.append(StateEpisode(self.task_names[task_id], "val", index, _state_hash(states[task_id][index])))
-        return episodes
+        orders = [rng.permutation(len(of_task)).tolist() for of_task in states]
+        turns = (divmod(number, self.num_tasks) for number in range(count))
+        drawn = [(task_id, orders[task_id][turn]) for turn, task_id in turns]
+        return [StateEpisode(self.task_names[t], "val", index, _state_hash(states[t][index])) for t, index in drawn]
 
     def find_states(self, episodes: Sequence[StateEpisode]) -> list[InitState]:
         """Return the initial states of the episodes of a manifest.
@@ -167,10 +170,6 @@ class TaskSuite(ABC):
             raise ConfigError(
                 f"The manifest has the task '{episode.task}', which this suite of {len(names)} tasks lacks: "
                 f"{', '.join(names[:10])}{', …' if len(names) > 10 else ''}."
-            )
-        if episode.split not in get_args(Split):
-            raise ConfigError(
-                f"The manifest has the split '{episode.split}'; there are {' and '.join(get_args(Split))}."
             )
         task_id = names.index(episode.task)
         known = states_of(task_id, own_split(episode.split))

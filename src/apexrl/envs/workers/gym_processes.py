@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from apexrl.core.errors import EnvError
 from apexrl.envs.workers import gym_group
-from apexrl.envs.workers.gym_group import MAX_METRICS, Buffers, Found, MakeFn, make_buffers
+from apexrl.envs.workers.arrays import Buffers, make_buffers
+from apexrl.envs.workers.gym_group import MAX_METRICS, Found, MakeFn
 from apexrl.envs.workers.process import START_TIMEOUT, WorkerLostError, WorkerProcess, receive_all, stop
 
 

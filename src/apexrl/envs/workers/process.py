@@ -5,6 +5,7 @@ What a loss means is up to the caller: the Gymnasium workers abort, those of a s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from apexrl.core.errors import EnvError
 
@@ -38,22 +39,6 @@ class Deadline:
     def left(self) -> float:
         """Return the seconds that are left."""
         return max(self.end - time.monotonic(), 0.0)
-
-
-class Worker(Protocol):
-    """Something that takes one call at a time and answers it later."""
-
-    def send(self, method: str, *arguments: Any) -> None:
-        """Begin a call."""
-
-    def receive(self, deadline: Deadline) -> Any:
-        """Return the answer of the last call."""
-
-    def close(self) -> None:
-        """Ask it to end."""
-
-    def join(self, deadline: Deadline) -> None:
-        """Wait until it has ended, and end it at the deadline."""
 
 
 class WorkerProcess:
@@ -89,10 +74,8 @@ class WorkerProcess:
     def send(self, method: str, *arguments: Any) -> None:
         """Begin a call; a process that is gone is found when the answer is wanted."""
         self.calls += 1
-        try:
+        with contextlib.suppress(ConnectionError):
             self.connection.send((self.calls, method, arguments))
-        except ConnectionError:
-            return
 
     def wait_until_made(self) -> None:
         """Wait until it has made its object; raises as ``receive``."""
@@ -145,6 +128,34 @@ class WorkerProcess:
         self.connection.close()
         self.process.kill()
         self.process.wait()
+
+
+class LocalWorker:
+    """An object in this process, called as those in worker processes are."""
+
+    def __init__(self, served: Any) -> None:
+        self.served, self.answer = served, None
+
+    def send(self, method: str, *arguments: Any) -> None:
+        """Make the call."""
+        try:
+            self.answer = getattr(self.served, method)(*arguments)
+        except Exception as error:
+            raise EnvError(f"A simulator raised an exception.\n{traceback.format_exc()}") from error
+
+    def receive(self, _: Deadline) -> Any:
+        """Return the answer of the call."""
+        return self.answer
+
+    def close(self) -> None:
+        """Close the object."""
+        self.served.close()
+
+    def join(self, _: Deadline) -> None:
+        """There is nothing to wait for."""
+
+
+Worker: TypeAlias = WorkerProcess | LocalWorker
 
 
 def receive_all(
