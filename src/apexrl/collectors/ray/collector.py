@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 import warnings
 from collections import deque
@@ -32,9 +33,8 @@ from apexrl.core.metrics import EpisodeMetrics, MetricSpec, aggregate_metrics, f
 from apexrl.core.system.seeding import ENV, POLICY, spawn_seed
 from apexrl.core.types import DONE, NEXT_OBSERVATION, POLICY_VERSION, REWARD, VALUE
 from apexrl.envs.base import VecEnv
+from apexrl.envs.options import check_at_least
 from apexrl.policies.base import Policy
-
-LOSS = "the rollout it was collecting is lost, and a new worker starts new episodes in its place."
 
 
 class RayCollector(BaseCollector):
@@ -85,16 +85,9 @@ class RayCollector(BaseCollector):
         worker_options: Mapping[str, Any] | None = None,
         on_message: Callable[[str], None] | None = None,
     ) -> None:
-        if max_staleness < 0:
-            raise ConfigError(f"RayCollector.max_staleness must be at least 0, got {max_staleness}.")
-        self._workers = RayWorkers(
-            _Actor,
-            num_workers,
-            timeout=rollout_timeout,
-            options=worker_options,
-            on_message=on_message,
-            owner="RayCollector",
-        )
+        check_at_least("RayCollector.", 0, max_staleness=max_staleness)
+        tell = on_message or logging.getLogger("apexrl").warning
+        self._workers = RayWorkers(_Actor, num_workers, rollout_timeout, worker_options, tell)
         self.policy, self.max_staleness = policy, max_staleness
         self.device = torch.device(device) if device is not None else policy.device
         self.wants_value = keep is None or VALUE in keep
@@ -140,13 +133,9 @@ class RayCollector(BaseCollector):
             Exception: what an environment or the policy raised in a worker; also at every later call.
         """
         self._raise_if_over()
-        warm_up_ends = self._warm_up.ends(self.policy)
-        if (
-            warm_up_ends
-            or reset
-            or n_steps != self._n_steps
-            or self._version - self._oldest_order() >= self.max_staleness
-        ):
+        oldest = min((place.orders[0].version for place in self._places if place.orders), default=self._version)
+        is_stale = self._version - oldest >= self.max_staleness
+        if self._warm_up.ends(self.policy) or reset or n_steps != self._n_steps or is_stale:
             self._drop_all()
         if reset:
             self._start_over()
@@ -239,10 +228,8 @@ class RayCollector(BaseCollector):
             raise ConfigError(f"make_env must always make the same number, got {[d.num_envs for d in found]}.")
         self._envs_per_worker: int = found[0].num_envs
         if not found[0].gives_final_obs:
-            warnings.warn(
-                f"{found[0].name} hides the last state of an episode; values at time limits use the last visible one.",
-                stacklevel=3,
-            )
+            hidden = "hides the last state of an episode; values at time limits use the last visible one."
+            warnings.warn(f"{found[0].name} {hidden}", stacklevel=3)
 
     def _plan_start(self, seed: int) -> None:
         self.seed = seed
@@ -266,14 +253,11 @@ class RayCollector(BaseCollector):
         ref = self._workers.actors[place.index].collect.remote(self._n_steps, self._version, self._weights, seed)
         place.orders.append(_Order(ref, self._version))
 
-    def _oldest_order(self) -> int:
-        return min((place.orders[0].version for place in self._places if place.orders), default=self._version)
-
     def _take(self) -> list[_ActorRollout]:
         """Wait for the oldest order of every worker, and replace workers that die meanwhile."""
         refs = {place.index: place.orders[0].ref for place in self._places}
         try:
-            found = self._workers.gather(refs, self._order_again, LOSS)
+            found = self._workers.gather(refs, self._order_again)
         except Exception as error:
             self._failure = error
             raise
@@ -286,9 +270,8 @@ class RayCollector(BaseCollector):
         place = self._places[index]
         self._cut(slice(index * self._envs_per_worker, (index + 1) * self._envs_per_worker))
         place.starts_over = True
-        num_orders = len(place.orders)
-        place.orders.clear()
-        for _ in range(num_orders):
+        lost, place.orders = place.orders, deque()
+        for _ in lost:
             self._order(place)
         return place.orders[0].ref
 

@@ -19,7 +19,7 @@ from gymnasium.utils import seeding
 from numpy.typing import NDArray
 from torch import Tensor
 
-from apexrl.core.errors import ConfigError, EnvError, EnvStateError, did_you_mean
+from apexrl.core.errors import EnvError, EnvStateError
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.system.seeding import spawn_seeds
 from apexrl.core.types import EnvStep, Observation
@@ -27,16 +27,11 @@ from apexrl.envs.base import VecEnv
 from apexrl.envs.camera import Camera
 from apexrl.envs.display import draw_without_display
 from apexrl.envs.mujoco.payload import WalkerPayload
-from apexrl.envs.mujoco.simulation import (
-    Threads,
-    make_models,
-    model_differences,
-    num_cores,
-    set_model_differences,
-)
+from apexrl.envs.mujoco.simulation import Threads, make_models, model_differences, num_cores, set_model_differences
 from apexrl.envs.mujoco.tasks import GYMNASIUM_TASKS, MujocoTask, NumpyArray, Parts
+from apexrl.envs.options import check_count, check_known
 from apexrl.envs.step_buffers import StepBuffers
-from apexrl.envs.workers.arrays import Tree, make_buffers, map_tree
+from apexrl.envs.workers.arrays import Tree, make_buffers, tree_leaves
 
 MUJOCO_TASKS: dict[str, type[MujocoTask]] = {**GYMNASIUM_TASKS, "WalkerPayload": WalkerPayload}
 """The tasks by name."""
@@ -77,6 +72,8 @@ class MujocoVecEnv(VecEnv):
     """
 
     own_seeds = True
+    metric_specs: Mapping[str, MetricSpec] = {}
+    """The parts of the reward, and what else the task measures."""
 
     def __init__(
         self,
@@ -94,19 +91,16 @@ class MujocoVecEnv(VecEnv):
         self._mujoco = _load_mujoco()
         self.task = _make_task(task, options)
         max_episode_steps = self.task.episode_steps if max_episode_steps is None else max_episode_steps
-        for name, value in (("num_envs", num_envs), ("max_episode_steps", max_episode_steps)):
-            if not isinstance(value, int | np.integer):
-                raise ConfigError(f"MujocoVecEnv.{name} must be a whole number, got {value!r}")
-            if value < 1:
-                raise ConfigError(f"MujocoVecEnv.{name} must be at least 1, got {value}")
+        check_count("MujocoVecEnv.num_envs", num_envs)
+        check_count("MujocoVecEnv.max_episode_steps", max_episode_steps)
         self.task.check_episode(max_episode_steps)
         self.num_envs = num_envs
         self.device = torch.device(device)
         self.max_episode_steps: int = max_episode_steps
         self._was_given_models = models is not None or randomize is not None
         self._has_own_models = self._was_given_models or self.task.changes_model
-        if self.task.changes_model and randomize is None:
-            randomize = _only_copy
+        if self.task.changes_model:
+            randomize = randomize or _only_copy
         self.models, self._base = make_models(self.task.load, num_envs, models, randomize, randomize_seed)
         self._data = [self._mujoco.MjData(model) for model in self.models]
         self._fields = [self._make_fields() for _ in range(2)]
@@ -115,7 +109,7 @@ class MujocoVecEnv(VecEnv):
         # Two environments differ from each other, yet both follow from torch.manual_seed.
         self._seed_generators(spawn_seeds(int(torch.randint(2**31, ())), num_envs))
         self._was_reset = False
-        self._requested_threads = num_threads
+        self._options: dict[str, Any] = {"num_threads": num_threads, "max_episode_steps": max_episode_steps}
         wanted = self._useful_threads() if num_threads is None else max(num_threads, 1)
         self._threads = Threads(min(wanted, num_envs))
         self._stop_threads = weakref.finalize(self, self._threads.close)
@@ -144,7 +138,7 @@ class MujocoVecEnv(VecEnv):
         task, bounds = self.task, self.models[0].actuator_ctrlrange.astype(np.float32)
         self.observation_space = _parts_space(task.observe(self._fields[0][0]))
         self.action_space = spaces.Box(bounds[:, 0], bounds[:, 1], dtype=np.float32)
-        self._metric_specs = dict(zip(task.terms, task.metrics, strict=True))
+        self.metric_specs = dict(zip(task.terms, task.metrics, strict=True))
         buffers, _ = make_buffers(self.observation_space, self.action_space, self.num_envs, len(task.terms))
         self._buffers = StepBuffers(buffers, task.terms, self.device)
         controls = [data.ctrl for data in self._data]
@@ -152,11 +146,6 @@ class MujocoVecEnv(VecEnv):
 
     def _seed_generators(self, seeds: Sequence[int]) -> None:
         self._generators = [seeding.np_random(seed)[0] for seed in seeds]
-
-    @property
-    def metric_specs(self) -> Mapping[str, MetricSpec]:
-        """The parts of the reward, and what else the task measures."""
-        return self._metric_specs
 
     def reset(self, seed: int | None = None) -> Observation:
         """Start a new episode everywhere; each environment from a stream of its own."""
@@ -214,7 +203,8 @@ class MujocoVecEnv(VecEnv):
 
         ended = np.flatnonzero(buffers.terminated | buffers.truncated)
         if len(ended):
-            _copy_tree(buffers.final_obs, buffers.obs)
+            for final, obs in zip(tree_leaves(buffers.final_obs), tree_leaves(buffers.obs), strict=True):
+                final[...] = obs
             self._begin(ended)
         return self._buffers.step(len(ended) > 0)
 
@@ -252,22 +242,13 @@ class MujocoVecEnv(VecEnv):
 
     def _write_rows(self, rows: NDArray[np.intp]) -> None:
         parts = self.task.observe({name: array[rows] for name, array in self._fields[0][0].items()})
-        obs = self._buffers.arrays.obs
-        fresh = map_tree(lambda x: np.empty((len(rows), *x.shape[1:]), x.dtype), obs)
-        _write_parts(fresh, parts)
-        _copy_tree(obs, fresh, rows)
+        _write_parts(self._buffers.arrays.obs, parts, rows)
 
     def spawn(self, num_envs: int) -> MujocoVecEnv:
         """Make independent environments of the same kind, with copies of the models in turn."""
         models = [copy.copy(self.models[i % self.num_envs]) for i in range(num_envs)]
-        return MujocoVecEnv(
-            self.task,
-            num_envs,
-            device=self.device,
-            num_threads=self._requested_threads,
-            max_episode_steps=self.max_episode_steps,
-            models=models if self._was_given_models else None,
-        )
+        own_models = models if self._was_given_models else None
+        return MujocoVecEnv(self.task, num_envs, device=self.device, models=own_models, **self._options)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the exact state of simulations, generators and differing models; None before the first reset."""
@@ -314,15 +295,12 @@ class MujocoVecEnv(VecEnv):
 
     def _check_state(self, state: Mapping[str, Any], fields: Mapping[str, NumpyArray]) -> None:
         name = type(self.task).__name__
-        expected = {"physics": self._physics(), "elapsed": self._elapsed}
-        found = {key: state.get(key) for key in expected}
-        saved_fields = state.get("fields", {})
-        expected |= {f"fields.{key}": array for key, array in fields.items()}
-        found |= {f"fields.{key}": saved_fields.get(key) for key in fields}
         if state.get("task") != name:
             raise EnvStateError(f"The state is of the task {state.get('task')!r}, this one is {name!r}.")
-        for key, ours in expected.items():
-            saved = found[key]
+        saved_fields = state.get("fields", {})
+        pairs = {"physics": (self._physics(), state.get("physics")), "elapsed": (self._elapsed, state.get("elapsed"))}
+        pairs |= {f"fields.{key}": (array, saved_fields.get(key)) for key, array in fields.items()}
+        for key, (ours, saved) in pairs.items():
             if not isinstance(saved, Tensor) or tuple(saved.shape) != ours.shape:
                 shape = list(saved.shape) if isinstance(saved, Tensor) else repr(saved)
                 raise EnvStateError(
@@ -389,13 +367,8 @@ def _make_task(task: str | MujocoTask, options: dict[str, Any]) -> MujocoTask:
         if options:
             raise EnvError(f"Give {sorted(options)} to the task itself: {type(task).__name__}(...).")
         return task
-    if task not in MUJOCO_TASKS:
-        hint = did_you_mean(task, MUJOCO_TASKS)
-        raise EnvError(f"There is no MuJoCo task {task!r}.{hint} There are {', '.join(MUJOCO_TASKS)}.")
-    known = [field.name for field in dataclasses.fields(MUJOCO_TASKS[task])]
-    for name in options:
-        if name not in known:
-            raise EnvError(f"{task} has no option {name!r}.{did_you_mean(name, known)}")
+    check_known("There is no MuJoCo task", [task], MUJOCO_TASKS, f" There are {', '.join(MUJOCO_TASKS)}.")
+    check_known(f"{task} has no option", options, [field.name for field in dataclasses.fields(MUJOCO_TASKS[task])])
     return MUJOCO_TASKS[task](**options)
 
 
@@ -405,18 +378,12 @@ def _parts_space(parts: Parts) -> spaces.Box | spaces.Dict:
     return spaces.Box(-np.inf, np.inf, (sum(part.shape[1] for part in parts),), np.float32)
 
 
-def _write_parts(out: Tree, parts: Parts) -> None:
-    """Write the parts of an observation side by side into ``out``."""
+def _write_parts(out: Tree, parts: Parts, rows: NDArray[np.intp] | None = None) -> None:
+    """Write the parts of an observation side by side into ``out``, or into some of its rows."""
     if isinstance(parts, Mapping):
         for key, part in parts.items():
-            _write_parts(out[key], part)
-    else:
+            _write_parts(out[key], part, rows)
+    elif rows is None:
         np.concatenate(parts, axis=1, out=out, casting="same_kind")
-
-
-def _copy_tree(out: Tree, source: Tree, rows: Any = ...) -> None:
-    if isinstance(out, Mapping):
-        for key in out:
-            _copy_tree(out[key], source[key], rows)
     else:
-        out[rows] = source
+        out[rows] = np.concatenate(parts, axis=1)
