@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,9 @@ from torch.utils.data import Dataset, _utils
 
 from apexrl.core.errors import ConfigError, RunDirError
 from apexrl.core.system import files
+from apexrl.envs.options import check_at_least
 from apexrl.envs.suites.base import Split, TaskSuite, own_split
+from apexrl.envs.suites.base import hash_init_state as hash_init_state
 
 HISTORY_LENGTH = 100
 """Outcomes remembered of each init state."""
@@ -43,11 +44,6 @@ def _collate(samples: Sequence[InitSample], **_: Any) -> dict[str, Any]:
 
 
 _utils.collate.default_collate_fn_map[_Sample] = _collate
-
-
-def hash_init_state(init_state: NDArray[np.float64]) -> str:
-    """Name a state by the sha256 of its float64 bytes, without padding."""
-    return hashlib.sha256(np.ascontiguousarray(init_state, np.float64).tobytes()).hexdigest()
 
 
 class InitStateDataset(Dataset[InitSample]):
@@ -172,10 +168,8 @@ class RolloutStats:
     """
 
     def __init__(self, path: Path | str | None, window: int = HISTORY_LENGTH, *, skip_threshold: int = 3) -> None:
-        if window < 1:
-            raise ConfigError(f"RolloutStats.window must be at least 1, got {window}.")
-        if skip_threshold < 0:
-            raise ConfigError(f"algo.rollout_skip_threshold must be at least 0, got {skip_threshold}.")
+        check_at_least("RolloutStats.", 1, window=window)
+        check_at_least("algo.", 0, rollout_skip_threshold=skip_threshold)
         self.path = None if path is None else Path(path)
         self.window, self.skip_threshold = window, skip_threshold
         self._states = {} if self.path is None or not self.path.exists() else read_statistics(self.path)

@@ -9,6 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,16 +17,7 @@ import torch
 from tensordict import TensorDict
 
 from apexrl.collectors.base import BaseCollector, WarmUp
-from apexrl.collectors.ray.session import (
-    Arrays,
-    Weights,
-    load_weights,
-    pack,
-    portable,
-    seed_everything,
-    side_by_side_arrays,
-    weights_of,
-)
+from apexrl.collectors.ray import session
 from apexrl.collectors.ray.workers import RayWorkers
 from apexrl.collectors.sync import SyncCollector, add_values
 from apexrl.core.errors import ConfigError
@@ -54,12 +46,12 @@ class RayCollector(BaseCollector):
     last collector. Each worker draws from a seed of its own, and which weights collect which rollout does not depend
     on speed: as long as no worker dies, a run repeats.
 
+    Other arguments are those of ``SyncCollector``.
+
     Args:
         make_env: makes the environments of one worker, all of the same number; must be picklable.
         policy: its weights are published.
-        device: where the batch is handed over; the policy's device when not given.
         num_workers: actors.
-        keep: keys of the batch besides ``policy_version``; None keeps everything that on-policy learning can use.
         seed: of the first episodes; None draws one.
         max_staleness: how many versions old a rollout is when it is handed out, at most.
         rollout_timeout: seconds to wait for a rollout before its worker is replaced.
@@ -93,14 +85,15 @@ class RayCollector(BaseCollector):
         self.wants_value = keep is None or VALUE in keep
         self.episode_metrics = EpisodeMetrics()
         self._version, self._n_steps, self._dropped = -1, 0, 0
-        self._num_taken, self._age_sum, self._seconds_sum = 0, 0, 0.0
-        """Of the rollouts handed out since ``metrics``."""
+        self._ages: list[int] = []
+        self._seconds: list[float] = []
+        """Of the rollouts handed out since ``metrics``: their age in versions, and what they took."""
         self._failure: BaseException | None = None
         self._warm_up = WarmUp()
         self._told_of_state = False
         self._places = [_Place(index) for index in range(num_workers)]
         try:
-            factory, sent = self._put(make_env, "make_env"), self._put(portable(policy), "policy")
+            factory, sent = self._put(make_env, "make_env"), self._put(session.portable(policy), "policy")
             self._weights = sent  # until the first collect
             self._describe(self._workers.start(factory, sent, None if keep is None else frozenset(keep)))
         except BaseException:
@@ -141,14 +134,13 @@ class RayCollector(BaseCollector):
             self._start_over()
         self._n_steps = n_steps
         self._version += 1
-        self._weights = self._put(weights_of(self.policy), "weights")
+        self._weights = self._put(session.weights_of(self.policy), "weights")
         for place in self._places:
             while len(place.orders) <= self.max_staleness:
                 self._order(place)
         rollouts = self._take()
-        self._num_taken += len(rollouts)
-        self._age_sum += sum(self._version - rollout.version for rollout in rollouts)
-        self._seconds_sum += sum(rollout.seconds for rollout in rollouts)
+        self._ages += [self._version - rollout.version for rollout in rollouts]
+        self._seconds += [rollout.seconds for rollout in rollouts]
         batch = self._fold(rollouts)
         self.policy.eval()
         batch = batch.to(self.policy.device)
@@ -165,10 +157,9 @@ class RayCollector(BaseCollector):
         ``collect/dropped``: rollouts that died with their workers, and that were collected in vain, so far.
         """
         numbers = {"collect/lost_rollouts": float(self._workers.lost), "collect/dropped": float(self._dropped)}
-        if self._num_taken:
-            numbers["collect/staleness"] = self._age_sum / self._num_taken
-            numbers["collect/worker_seconds"] = self._seconds_sum / self._num_taken
-            self._num_taken, self._age_sum, self._seconds_sum = 0, 0, 0.0
+        if self._ages:
+            numbers |= {"collect/staleness": fmean(self._ages), "collect/worker_seconds": fmean(self._seconds)}
+            self._ages, self._seconds = [], []
         return numbers
 
     def follow(self, policy: Policy) -> None:
@@ -178,7 +169,7 @@ class RayCollector(BaseCollector):
             self._drop_all()
             self.policy, self._warm_up = policy, WarmUp()
             factory, _, keep = self._workers.arguments
-            sent = self._put(portable(policy), "policy")
+            sent = self._put(session.portable(policy), "policy")
             self._workers.arguments = factory, sent, keep
             for actor in self._workers.actors:
                 actor.follow.remote(sent)
@@ -290,7 +281,7 @@ class RayCollector(BaseCollector):
 
     def _fold(self, rollouts: list[_ActorRollout]) -> TensorDict:
         """Join rollouts over their environments, and count the episodes that ended."""
-        batch = side_by_side_arrays([rollout.arrays for rollout in rollouts])
+        batch = session.side_by_side_arrays([rollout.arrays for rollout in rollouts])
         versions = torch.tensor([rollout.version for rollout in rollouts]).repeat_interleave(self._envs_per_worker)
         batch[POLICY_VERSION] = versions.view(1, -1, 1).repeat(batch.shape[0], 1, 1)
         # Workers find metrics at different times.
@@ -338,7 +329,7 @@ class _Description(NamedTuple):
 class _ActorRollout(NamedTuple):
     version: int
     seconds: float
-    arrays: Arrays
+    arrays: session.Arrays
     metric_specs: dict[str, MetricSpec]
 
 
@@ -367,12 +358,14 @@ class _Actor:
         self.policy = copy.deepcopy(policy)
         self.collector.follow(self.policy)
 
-    def collect(self, n_steps: int, version: int, weights: Weights, seed: int | None) -> _ActorRollout:
+    def collect(self, n_steps: int, version: int, weights: session.Weights, seed: int | None) -> _ActorRollout:
         collector, begin = self.collector, time.perf_counter()
-        load_weights(self.policy, weights)
+        session.load_weights(self.policy, weights)
         if seed is not None:
-            seed_everything(spawn_seed(seed, POLICY))
+            session.seed_everything(spawn_seed(seed, POLICY))
             collector.restart(spawn_seed(seed, ENV))
             collector.start()
         batch = collector.take_steps(n_steps)
-        return _ActorRollout(version, time.perf_counter() - begin, pack(batch), dict(collector.env.metric_specs))
+        return _ActorRollout(
+            version, time.perf_counter() - begin, session.pack(batch), dict(collector.env.metric_specs)
+        )

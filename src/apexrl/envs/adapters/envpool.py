@@ -138,13 +138,9 @@ class EnvPoolVecEnv(VecEnv):
 
 
 def make_envpool(id: str, num_envs: int = 1, *, device: torch.device | str = "cpu", **kwargs: Any) -> EnvPoolVecEnv:
-    """Make a task of envpool by its name.
+    """Make a task of envpool by its name, such as ``"HalfCheetah-v5"`` or ``"Pong-v5"``.
 
-    Args:
-        id: for example ``"HalfCheetah-v5"`` or ``"Pong-v5"``.
-        num_envs: N.
-        device: where the tensors are wanted.
-        **kwargs: passed to ``envpool.make``: ``num_threads``, ``max_episode_steps``, options of the task, …
+    ``kwargs`` are passed to ``envpool.make``: ``num_threads``, ``max_episode_steps``, options of the task, …
 
     Raises:
         EnvError: when envpool is not installed or has no such task.

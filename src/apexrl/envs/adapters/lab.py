@@ -28,14 +28,11 @@ _INSTALL_ISAACLAB = "Isaac Lab has an environment of its own, with Isaac Sim: fo
 
 
 class LabSimulator:
-    """An environment of Isaac Lab or mjlab in the dialect of rsl_rl.
+    """An environment of Isaac Lab or mjlab, made by ``gymnasium.make`` or ``ManagerBasedRlEnv``, in rsl_rl's dialect.
 
     Where an episode ends, these simulators return the first observation of the next one; the last one is lost. mjlab
     can leave the reset to its user: an environment with ``cfg.auto_reset`` False is reset here, and gives
     ``final_observation``.
-
-    Args:
-        env: the environment, as ``gymnasium.make`` or ``ManagerBasedRlEnv`` made it.
     """
 
     def __init__(self, env: Any) -> None:
@@ -102,12 +99,9 @@ class LabSimulator:
 def make_mjlab(
     id: str, num_envs: int = 1, *, device: torch.device | str = "cpu", play: bool = False, **fields: Any
 ) -> RslVecEnv:
-    """Make a task of mjlab by its name.
+    """Make a task of mjlab by its name, such as ``"Mjlab-Velocity-Flat-Unitree-Go1"``; it simulates on ``device``.
 
     Args:
-        id: for example ``"Mjlab-Velocity-Flat-Unitree-Go1"``.
-        num_envs: N.
-        device: where mjlab simulates.
         play: take the task's configuration for showing a policy in place of that for training.
         **fields: of the task's configuration, such as ``episode_length_s``, ``seed`` and ``render_mode``. With
             ``auto_reset=True`` the last observations are hidden, and a step in which an episode ends is cheaper.
@@ -132,13 +126,9 @@ def make_mjlab(
 
 
 def make_isaaclab(id: str, num_envs: int = 1, *, device: torch.device | str = "cuda:0", **fields: Any) -> RslVecEnv:
-    """Make a task of Isaac Lab by its name; one process holds one of them.
+    """Make a task of Isaac Lab by its name, such as ``"Isaac-Velocity-Flat-Anymal-C-v0"``; one process holds one.
 
-    Args:
-        id: for example ``"Isaac-Velocity-Flat-Anymal-C-v0"``.
-        num_envs: N.
-        device: where Isaac Sim simulates.
-        **fields: of the task's configuration, such as ``episode_length_s`` and ``seed``.
+    It simulates on ``device``; ``fields`` are of the task's configuration, such as ``episode_length_s`` and ``seed``.
 
     Raises:
         EnvError: when Isaac Lab is not installed, has no such task, or its configuration no such field.

@@ -145,19 +145,11 @@ class ManiSkillVecEnv(VecEnv):
 
 
 def make_maniskill(
-    id: str,
-    num_envs: int = 1,
-    *,
-    device: torch.device | str = "cpu",
-    ignore_terminations: bool = True,
-    **kwargs: Any,
+    id: str, num_envs: int = 1, *, device: torch.device | str = "cpu", ignore_terminations: bool = True, **kwargs: Any
 ) -> ManiSkillVecEnv:
-    """Make a task of ManiSkill by its name.
+    """Make a task of ManiSkill by its name, such as ``"PickCube-v1"``; on a GPU ManiSkill simulates there.
 
     Args:
-        id: for example ``"PickCube-v1"``.
-        num_envs: N.
-        device: where the tensors are wanted; on a GPU ManiSkill simulates there.
         ignore_terminations: whether an episode goes on to its time limit after success or failure. ManiSkill's dense
             rewards are paid at every step, so that an end at success would cost the policy all rewards after it.
         **kwargs: passed to ``gymnasium.make``: ``obs_mode`` (``"state"`` unless told, ``"state_dict"`` for named

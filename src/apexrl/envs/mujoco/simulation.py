@@ -36,7 +36,7 @@ def make_models(
     sizes = [{name: getattr(model, name) for name in names} for model in models]
     for i, size in enumerate(sizes):
         if size != sizes[0]:
-            raise EnvError(f"All models need the same sizes: that of environment 0 has {sizes[0]}, {i} has {size}.")
+            raise EnvError(f"All models need the same sizes: environment 0 has {sizes[0]}, environment {i} has {size}.")
     if randomize is not None:
         models = [copy.copy(model) for model in models]
         for i, model in enumerate(models):

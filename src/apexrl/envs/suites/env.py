@@ -169,7 +169,8 @@ class SuiteVecEnv(VecEnv):
             raise EnvError("SuiteVecEnv.assign needs at least one episode.")
         check_at_least("", 1, max_steps=max_steps)
         if unknown := {task for task, _ in episodes} - {*range(self.suite.num_tasks)}:
-            raise EnvError(f"'{self.suite.name}' has {self.suite.num_tasks} tasks, not number {min(unknown)}.")
+            num_tasks = f"'{self.suite.name}' has {self.suite.num_tasks}"
+            raise EnvError(f"An episode of task {min(unknown)} was assigned; {num_tasks}.")
         self._assigned = list(episodes), self.horizon if max_steps is None else max_steps
 
     def independent(self) -> SuiteVecEnv:
@@ -269,20 +270,16 @@ class SuiteVecEnv(VecEnv):
         Its task's slot would try it again at once, and a worker that dies three times in a row ends the run.
         """
         numbers = self._waiting.pop(task, ())
-        kept = deque(number for number in numbers if not np.array_equal(self._init_state(number)[1], state))
-        if kept:
+        if kept := deque(number for number in numbers if not np.array_equal(self._init_state(number)[1], state)):
             self._waiting[task] = kept
 
     def _see(self, slots: Sequence[int], obs: Mapping[str, NDArray[Any]]) -> None:
-        """Write what some environments observe into the buffers.
-
-        Raises:
-            EnvError: when it is not finite; no success would come of it, and a batch without any teaches nothing.
-        """
+        """Write what some environments observe into the buffers."""
         for name, rows in obs.items():
             self._obs[name][slots] = rows
+            # No success would come of it, and a batch without any teaches nothing.
             if rows.dtype.kind == "f" and not np.isfinite(rows).all():
-                bad = slots[int(np.flatnonzero(~np.isfinite(rows.reshape(len(rows), -1)).all(1))[0])]
+                bad = slots[int(np.argmin(np.isfinite(rows.reshape(len(rows), -1)).all(1)))]
                 raise EnvError(
                     f"The observation '{name}' of environment {bad} is not finite after {self._elapsed[bad]} control "
                     f"steps of task '{self.task_names[self._task[bad]]}': its simulator has failed."
@@ -327,15 +324,11 @@ class SuiteVecEnv(VecEnv):
         return SuiteVecEnv(self.suite, num_envs, split="val", device=self.device, **self._options)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return an empty state when no episode runs; None otherwise, when there is no way to go on from here."""
+        """Return an empty state when no episode runs; None otherwise: there is no way to go on from here."""
         return None if self._was_reset and (self._episode >= 0).any() else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state in which no episode ran; ``reset`` starts the next.
-
-        Raises:
-            EnvStateError: for any other state.
-        """
+        """Go back to a state in which no episode ran, the only one there is; ``reset`` starts the next."""
         if state:
             raise EnvStateError(f"SuiteVecEnv has no state between episodes; this one holds {sorted(state)}.")
         self._queue = []
@@ -347,11 +340,7 @@ class SuiteVecEnv(VecEnv):
         self._task.fill(-1)
 
     def render(self, index: int = 0) -> NDArray[np.uint8]:
-        """Draw the scene of environment ``index`` as an ``[H, W, 3]`` picture.
-
-        Raises:
-            EnvError: when no episode runs in it, or its simulator cannot draw.
-        """
+        """Draw the scene of environment ``index``, in which an episode must run, as an ``[H, W, 3]`` picture."""
         if self._episode[index] < 0:
             raise EnvError(f"There is nothing to draw: environment {index} runs no episode.")
         return self._workers.picture(index)

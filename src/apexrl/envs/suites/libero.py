@@ -29,7 +29,7 @@ from apexrl.core.errors import ConfigError, EnvError, EnvStateError
 from apexrl.envs.camera import Camera
 from apexrl.envs.display import draw_without_display
 from apexrl.envs.options import check_at_least, check_known
-from apexrl.envs.suites.base import Simulator, Split, TaskSuite, camera_space, own_split
+from apexrl.envs.suites.base import PICTURE_SIZE, Simulator, Split, TaskSuite, camera_space, own_split
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Control steps an episode may take, as is usual for each suite."""
@@ -48,9 +48,6 @@ NUM_TRAIN_STATES = 40
 
 ASSETS_VARIABLE = "APEXRL_LIBERO_ASSETS"
 """Names the folder of scene files where they are not in one of LIBERO's own places."""
-
-PICTURE_SIZE = 256
-"""Height and width of pictures for people."""
 
 _PACKAGES = ("libero", "robosuite", "bddl", "numba", "cv2", "easydict", "future", "termcolor")
 _INSTALL = (
@@ -135,24 +132,12 @@ class LiberoSuite(TaskSuite):
         return list(states[:NUM_TRAIN_STATES] if own_split(split) == "train" else states[NUM_TRAIN_STATES:])
 
     def make_simulator(self, task_id: int) -> LiberoSimulator:
-        """Make the simulator of a task (1 to 5 s).
-
-        Raises:
-            EnvError: when a scene file is missing.
-        """
+        """Make the simulator of a task (1 to 5 s); a missing scene file is an EnvError."""
         return LiberoSimulator(self._bddl[task_id], self.assets, self.cameras, self.image_size, self.rendering)
 
 
 class LiberoSimulator(Simulator):
-    """One LIBERO task.
-
-    Args:
-        bddl_file: LIBERO's description of the task.
-        assets: folder of the scene files.
-        cameras: groups to draw in ``observe``.
-        image_size: height and width of a picture.
-        rendering: ``fast`` or ``full``.
-    """
+    """One LIBERO task, described by a ``bddl_file``; the other arguments are those of ``LiberoSuite``."""
 
     def __init__(
         self, bddl_file: str, assets: str, cameras: Sequence[str], image_size: int, rendering: Rendering
@@ -181,9 +166,6 @@ class LiberoSimulator(Simulator):
 
         One of LIBERO's initial states (time, positions, velocities) is followed by ten null actions, in which the
         objects come to rest; what ``state`` returned is gone to as it is.
-
-        Raises:
-            EnvStateError: when the state has another length than this task's.
         """
         if len(init_state) == self._num_init:
             self._restore_init(init_state)
@@ -192,10 +174,8 @@ class LiberoSimulator(Simulator):
         elif len(init_state) == self._num_full + 14:
             self._restore_full(init_state)
         else:
-            raise EnvStateError(
-                f"This LIBERO task has states of {self._num_init} numbers (initial) or {self._num_full + 14} (full), "
-                f"got {len(init_state)}: the state belongs to another task."
-            )
+            sizes = f"{self._num_init} numbers (initial) or {self._num_full + 14} (full)"
+            raise EnvStateError(f"This LIBERO task has states of {sizes}, not of {len(init_state)}, as another task.")
 
     def _restore_init(self, state: NDArray[np.float64]) -> None:
         self._mujoco.mj_resetData(self._model, self._data)
@@ -249,14 +229,9 @@ class LiberoSimulator(Simulator):
         return {"state": state.astype(np.float32), **pictures}
 
     def picture(self) -> NDArray[np.uint8]:
-        """Draw what the camera ``agentview`` sees.
-
-        Raises:
-            EnvError: when this machine has no way to draw.
-        """
+        """Draw what the camera ``agentview`` sees."""
         self._place()
-        if self._camera_context is None:
-            self._camera_context = self._make_camera_context()
+        self._camera_context = self._camera_context or self._make_camera_context()
         return self._camera_context.draw(CAMERAS["agentview"], PICTURE_SIZE)
 
     def _place(self) -> None:

@@ -18,15 +18,13 @@ from apexrl.core.errors import ConfigError, EnvError
 from apexrl.envs.camera import Camera
 from apexrl.envs.display import draw_without_display
 from apexrl.envs.options import check_at_least, check_known
-from apexrl.envs.suites.base import Simulator, Split, TaskSuite, camera_space, own_split
+from apexrl.envs.suites.base import PICTURE_SIZE, Simulator, Split, TaskSuite, camera_space, own_split
 from apexrl.envs.suites.instructions import INSTRUCTIONS, MT10
 
 TASK_NAMES: tuple[str, ...] = tuple(INSTRUCTIONS)
 """All 50 tasks, in Meta-World's order."""
 CAMERAS: tuple[str, ...] = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
 """What a task can be seen from; pictures of the corners are turned upright."""
-PICTURE_SIZE = 256
-"""Height and width of pictures for people."""
 
 _FRAME, _OBJECT = 18, 4  # numbers of one frame of the observation, and where the objects begin in it
 _NONE = float(np.finfo(np.float64).max)  # stands for None in a state; NaN would make equal states unequal
@@ -195,9 +193,9 @@ class MetaWorldSimulator(Simulator):
         return found
 
     def _draw(self, camera: str, size: int) -> NDArray[np.uint8]:
-        if self._camera_context is None:
-            self._camera_context = Camera(self._model, self._data, max(self._image_size, PICTURE_SIZE))
-        return self._camera_context.draw(camera, size, upside_down=camera.startswith("corner"))
+        context = self._camera_context or Camera(self._model, self._data, max(self._image_size, PICTURE_SIZE))
+        self._camera_context = context
+        return context.draw(camera, size, upside_down=camera.startswith("corner"))
 
 
 class MetaWorldSuite(TaskSuite):

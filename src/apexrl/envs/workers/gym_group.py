@@ -124,7 +124,9 @@ class EnvGroup:
             for kind in ("observation_space", "action_space"):
                 ours, theirs = getattr(simulator, kind), getattr(other, kind)
                 if theirs != ours:
-                    raise TypeError(f"All environments need the same {kind}: {first} has {ours}, {i} has {theirs}.")
+                    raise TypeError(
+                        f"{kind} must be the same everywhere: environment {first}: {ours}, environment {i}: {theirs}."
+                    )
         self.observation_space = flat_space(simulator.observation_space)
         self.action_space = simulator.action_space
         action_layout(self.action_space)
@@ -300,9 +302,8 @@ class EnvGroup:
         pairs = zip(tree_leaves(self._rows[i]), tree_leaves(state["obs"]), strict=True)
         if any(now.tobytes() != saved.tobytes() for now, saved in pairs):
             raise StateError(
-                f"Environment {self.first + i} ({state['type']}) cannot be restored: repeating the "
-                f"{len(actions)} actions of its episode gave another observation. It draws random numbers "
-                "from elsewhere than its np_random, or keeps something from one episode to the next."
+                f"Environment {self.first + i} ({state['type']}) gave another observation for the {len(actions)} actions of "
+                "its episode: it draws random numbers not only from np_random, or keeps something over episodes."
             )
 
     def render(self, i: int) -> NDArray[np.uint8]:

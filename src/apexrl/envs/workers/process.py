@@ -42,15 +42,10 @@ class Deadline:
 
 
 class WorkerProcess:
-    """A module of this package in a process of its own, which calls ``serve`` with what it gets as ``argv``.
+    """A module in a process of its own, ``python -m MODULE CONNECTION_FD DESCRIPTOR …``, which calls ``serve``.
 
-    The process starts while others do: nothing waits until an answer is wanted.
-
-    Args:
-        module: run as ``python -m MODULE CONNECTION_FD DESCRIPTOR …``.
-        name: for messages.
-        make: arguments from which it makes the object whose methods are called.
-        descriptors: of open files that it shares.
+    The process starts while others do: nothing waits until an answer is wanted. From the arguments ``make`` it makes
+    the object whose methods are called; ``descriptors`` are of open files that it shares.
     """
 
     def __init__(self, module: str, name: str, make: Sequence[Any], descriptors: Sequence[int] = ()) -> None:
@@ -161,12 +156,7 @@ Worker: TypeAlias = WorkerProcess | LocalWorker
 def receive_all(
     workers: Mapping[int, Worker], timeout: float, on_loss: Callable[[int, WorkerLostError], None]
 ) -> dict[int, Any]:
-    """Return the answers of the last calls by worker; those of lost workers are missing.
-
-    Args:
-        workers: by number.
-        timeout: seconds for all of them.
-        on_loss: told the number of each worker that is lost, and how.
+    """Return the answers of the last calls by worker; those of lost workers are missing, and ``on_loss`` is told.
 
     Raises:
         EnvError: what the first call raised that failed, once all have answered: nothing is left in their pipes.
@@ -198,10 +188,7 @@ def stop(workers: Sequence[Worker]) -> None:
 def serve(connection_fd: int, make: Callable[..., Any]) -> Any:
     """Answer ``(call, method, arguments)`` with ``(call, ok, result or traceback)`` until the parent is gone.
 
-    The first call, ``make``, makes the object whose methods the others call.
-
-    Returns:
-        That object.
+    The first call, ``make``, makes the object whose methods the others call; it is returned.
     """
     # The parent decides what Ctrl-C means, and what a cluster means that tells every process to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -100,12 +100,12 @@ class SuiteWorkers:
             self._add_worker(LocalWorker(SimulatorCache(suite, capacity)))
             return
         self._pickled = cloudpickle.dumps(suite)
-        for index in range(num_workers):
-            self._add_worker(self._new_process(index))
+        processes = [self._new_process(index) for index in range(num_workers)]
+        for process in processes:
+            self._add_worker(process)
         try:
-            for worker in self.workers:
-                if isinstance(worker, WorkerProcess):
-                    worker.wait_until_made()
+            for process in processes:
+                process.wait_until_made()
         except WorkerLostError as error:
             self.close()
             raise EnvError(f"A worker of suite '{suite.name}' {error} as it started.") from error
