@@ -53,11 +53,7 @@ class SuiteRunner:
             env.suite.random_init_state(0, (0,))  # a suite that cannot says so at once
 
     def create_parallel_envs(self, task_name: str) -> CreatedEnv:
-        """Return the environments of a task. Their workers make a simulator when a task first needs it, and keep it.
-
-        Raises:
-            ConfigError: when the suite has no task of that name.
-        """
+        """Return the environments of a task. Their workers make a simulator when a task first needs it, and keep it."""
         names = list(self.env.task_names)
         subject = f"task.task_names_to_use: '{self.env.suite.name}' has no task"
         check_known(subject, [task_name], names, error=ConfigError)

@@ -148,7 +148,6 @@ class RolloutGenerator(BaseCollector):
         self.stats: RolloutStats | None = None
         if enable_rollout_stats_tracking and not env_runner.random_init:
             self.stats = RolloutStats(rollout_stats_path, skip_threshold=rollout_skip_threshold)
-        self.episode_metrics = EpisodeMetrics()
         self.created_envs: dict[int, CreatedEnv] = {}
         """Task number -> its environments, for every task that has run."""
         if use_val_init and env_runner.random_init:
@@ -423,9 +422,7 @@ class RolloutGenerator(BaseCollector):
         return run_episodes(self.env, self.policy, starts, keep=keep, **limits)
 
     def _tell_dropped(self, groups: list[_Group]) -> None:
-        if not self.enable_dynamic_sampling:
-            return
-        for outcome, word in ((True, "succeeded"), (False, "failed")):
+        for outcome, word in ((True, "succeeded"), (False, "failed")) if self.enable_dynamic_sampling else ():
             dropped = [group.draw for group in groups if not group.is_mixed and group.successes[0] is outcome]
             self._counts["groups_dropped"] += len(dropped)
             if dropped:

@@ -54,11 +54,7 @@ class InitStateDataset(Dataset[InitSample]):
         self._states: dict[int, list[NDArray[np.float64]]] = {}
 
     def states(self, task_id: int) -> list[NDArray[np.float64]]:
-        """Return the init states of a task.
-
-        Raises:
-            ConfigError: when it has none.
-        """
+        """Return the init states of a task; none is a ConfigError."""
         if task_id not in self._states:
             states = list(self.suite.init_states(task_id, self.split))
             if not states:
@@ -200,18 +196,10 @@ class RolloutStats:
         entry = self._states[state_hash]
         entry["skips"] += 1
         if entry["skips"] > self.skip_threshold:
-            self.forget(state_hash)
-
-    def forget(self, state_hash: str) -> None:
-        """Forget a state, so that it is tested again."""
-        self._states.pop(state_hash, None)
+            del self._states[state_hash]
 
     def write(self) -> None:
-        """Replace the file at once: a kill at any moment leaves the old one or the new one, whole.
-
-        Raises:
-            RunDirError: when the file cannot be written.
-        """
+        """Replace the file at once: a kill at any moment leaves the old one or the new one, whole."""
         if self.path is None:
             return
         try:
@@ -229,11 +217,7 @@ class RolloutStats:
 
 
 def read_statistics(path: Path) -> dict[str, dict[str, Any]]:
-    """Read a file of ``RolloutStats``.
-
-    Raises:
-        ConfigError: when it holds anything else.
-    """
+    """Read a file of ``RolloutStats``; a ConfigError when it holds anything else."""
     try:
         return {name: _checked_entry(entry) for name, entry in json.loads(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:

@@ -30,11 +30,7 @@ SIMULATORS: dict[str, Callable[..., VecEnv]] = {
 
 
 def as_vec_env(env: Any) -> VecEnv:
-    """Return ``env`` as a ``VecEnv``: as it is, or wrapped when it speaks the dialect of rsl_rl.
-
-    Raises:
-        EnvError: for anything else, with what to do instead.
-    """
+    """Return ``env`` as a ``VecEnv``: as it is, or wrapped when it speaks the dialect of rsl_rl; refuse others."""
     if isinstance(env, VecEnv):
         return env
     if is_rsl_env(env):

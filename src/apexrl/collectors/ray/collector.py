@@ -83,7 +83,6 @@ class RayCollector(BaseCollector):
         self.policy, self.max_staleness = policy, max_staleness
         self.device = torch.device(device) if device is not None else policy.device
         self.wants_value = keep is None or VALUE in keep
-        self.episode_metrics = EpisodeMetrics()
         self._version, self._n_steps, self._dropped = -1, 0, 0
         self._ages: list[int] = []
         self._seconds: list[float] = []

@@ -30,9 +30,6 @@ class RayWorkers:
         timeout: seconds without a result after which a worker counts as hanging.
         options: what Ray should know of an actor, such as ``num_cpus`` (1 when not given).
         on_message: told which workers are lost, and what they wait for.
-
-    Raises:
-        ConfigError: when Ray is not installed or not there, or an option is impossible.
     """
 
     def __init__(
@@ -58,11 +55,7 @@ class RayWorkers:
         self._stop = weakref.finalize(self, self.ray.leave)
 
     def start(self, *arguments: Any) -> list[Any]:
-        """Make the actors and return what each ``describe`` says.
-
-        Raises:
-            EnvError: when they do not start, or do not make their environments in time.
-        """
+        """Make the actors and return what each ``describe`` says; an EnvError where they do not start in time."""
         self.arguments = arguments
         self.actors += [self._new_actor() for _ in self._deaths]
         self._wait_for_room(self.actors)

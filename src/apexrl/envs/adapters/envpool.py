@@ -37,7 +37,6 @@ class EnvPoolVecEnv(VecEnv):
 
     Args:
         make: makes a pool with the given number of environments and seed, of the kind ``gymnasium``.
-        num_envs: N.
         device: where the tensors are wanted; envpool runs on the CPU.
 
     Raises:

@@ -41,7 +41,6 @@ class ManiSkillVecEnv(VecEnv):
 
     Args:
         make: makes a ``ManiSkillVectorEnv`` that resets by itself, with the given number of environments.
-        num_envs: N.
         device: where the tensors are wanted.
         together: whether one simulator holds all N; on a GPU unless told.
 

@@ -14,11 +14,7 @@ from apexrl.core.errors import EnvError
 
 
 def load_simulator(package: str, install: str) -> ModuleType:
-    """Import the package of a simulator, or one of its modules; ``install`` says how to get it.
-
-    Raises:
-        EnvError: when it is not installed or cannot be loaded.
-    """
+    """Import the package of a simulator, or one of its modules; ``install`` is how to get a missing one."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

@@ -56,7 +56,6 @@ class MujocoVecEnv(VecEnv):
     Args:
         task: the name of one of Gymnasium's tasks (``"HalfCheetah-v5"``, ``"Hopper-v5"``, ``"Walker2d-v5"``,
             ``"Ant-v5"``, ``"Humanoid-v5"``), ``"WalkerPayload"``, or a task of your own.
-        num_envs: N.
         device: where the tensors are wanted; the simulation runs on the CPU.
         num_threads: threads that simulate, this one included; unless told one for each core, or fewer where a step
             is so short that they would wait for each other.
@@ -107,7 +106,7 @@ class MujocoVecEnv(VecEnv):
         self._make_spaces_and_buffers()
         self._elapsed = np.zeros(num_envs, np.int64)
         # Two environments differ from each other, yet both follow from torch.manual_seed.
-        self._seed_generators(spawn_seeds(int(torch.randint(2**31, ())), num_envs))
+        self._generators = _generators(spawn_seeds(int(torch.randint(2**31, ())), num_envs))
         self._was_reset = False
         self._options: dict[str, Any] = {"num_threads": num_threads, "max_episode_steps": max_episode_steps}
         wanted = self._useful_threads() if num_threads is None else max(num_threads, 1)
@@ -144,30 +143,22 @@ class MujocoVecEnv(VecEnv):
         controls = [data.ctrl for data in self._data]
         self._work = list(zip(self.models, self._data, controls, buffers.action, strict=True))
 
-    def _seed_generators(self, seeds: Sequence[int]) -> None:
-        self._generators = [seeding.np_random(seed)[0] for seed in seeds]
-
     def reset(self, seed: int | None = None) -> Observation:
         """Start a new episode everywhere; each environment from a stream of its own."""
-        if seed is not None:
-            self._seed_generators(spawn_seeds(seed, self.num_envs))
-        return self._begin_all()
+        return self._begin_all(None if seed is None else spawn_seeds(seed, self.num_envs))
 
     def reset_each(self, seeds: Sequence[int]) -> Observation:
-        """Start a new episode everywhere; environment ``i`` gets ``seeds[i]``.
-
-        Raises:
-            EnvError: when the models differ, so that an episode would depend on the environment that runs it.
-        """
+        """Start a new episode everywhere; environment ``i`` gets ``seeds[i]``. The models must not differ."""
         if self._was_given_models and (differences := model_differences(self._base, self.models)):
             raise EnvError(
-                f"The models of the environments differ in {', '.join(sorted(differences))}, so an episode would "
-                "depend on the environment that runs it. Give every environment the same model."
+                f"The models differ in {', '.join(sorted(differences))}, so an episode would depend on the environment "
+                "that runs it. Give every environment the same model."
             )
-        self._seed_generators(seeds)
-        return self._begin_all()
+        return self._begin_all(seeds)
 
-    def _begin_all(self) -> Observation:
+    def _begin_all(self, seeds: Sequence[int] | None) -> Observation:
+        if seeds is not None:
+            self._generators = _generators(seeds)
         self._was_reset = True
         self._begin(range(self.num_envs))
         return self._buffers.observation()
@@ -271,11 +262,7 @@ class MujocoVecEnv(VecEnv):
         return physics
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state from ``state_dict``; nothing changes when it does not fit.
-
-        Raises:
-            EnvStateError: when the state is of another task, another number of environments or another version.
-        """
+        """Go back to a state from ``state_dict``; nothing changes when it does not fit."""
         fields = self._fields[0][0]
         self._check_state(state, fields)
         set_model_differences(self._base, self.models, state["model"])
@@ -310,21 +297,15 @@ class MujocoVecEnv(VecEnv):
         if len(state.get("generator", ())) != self.num_envs or "model" not in state:
             raise EnvStateError(f"{name} cannot restore a state without 'generator' for each environment and 'model'.")
         if state["model"] and not self._has_own_models:
-            raise EnvStateError(
-                f"The saved environments had models that differ in {', '.join(sorted(state['model']))}; "
-                "restore with the same models or randomize."
-            )
+            differences = ", ".join(sorted(state["model"]))
+            raise EnvStateError(f"The saved models differ in {differences}; restore with the same models or randomize.")
 
     def step_time(self) -> tuple[float | None, float | None]:
         """Return the time of the physics steps in one step."""
         return self.models[0].opt.timestep * self.task.frame_skip, None
 
     def render(self, index: int = 0) -> NDArray[np.uint8]:
-        """Draw environment ``index`` as a ``[480, 480, 3]`` picture.
-
-        Raises:
-            EnvError: when there is no such environment, or no picture can be drawn on this machine.
-        """
+        """Draw environment ``index`` as a ``[480, 480, 3]`` picture."""
         if not 0 <= index < self.num_envs:
             raise EnvError(f"MujocoVecEnv has environments 0 to {self.num_envs - 1}, not {index}.")
         model = self.models[index]
@@ -356,6 +337,10 @@ def _load_mujoco() -> Any:
         return importlib.import_module("mujoco")
     except ImportError as error:
         raise EnvError("MuJoCo is not installed. Install it with: pip install 'apexrl[mujoco]'") from error
+
+
+def _generators(seeds: Sequence[int]) -> list[np.random.Generator]:
+    return [seeding.np_random(seed)[0] for seed in seeds]
 
 
 def _only_copy(model: Any, rng: np.random.Generator) -> None:

@@ -206,13 +206,7 @@ class WalkerPayload(MujocoTask):
         )
 
     def set_physics(self, model: Any, physics: WalkerPhysics, scratch: Any) -> None:
-        """Change a model, within an episode too: the observations follow it.
-
-        Args:
-            model: the ``MjModel``.
-            physics: its new properties.
-            scratch: an ``MjData`` of the model, whose content is lost.
-        """
+        """Change a model, within an episode too: the observations follow it. What its ``scratch`` data held is lost."""
         import mujoco
 
         usual = self._nominal

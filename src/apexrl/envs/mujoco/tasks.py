@@ -81,14 +81,7 @@ class MujocoTask(ABC):
 
     @abstractmethod
     def outcome(self, before: Fields, after: Fields, action: NumpyArray, dt: NumpyArray) -> Outcome:
-        """Judge one step.
-
-        Args:
-            before: the fields before the step.
-            after: the fields after it, before any reset.
-            action: ``[N, A]`` float32, within its bounds.
-            dt: ``[N]`` seconds that the step took.
-        """
+        """Judge one step by the fields before and after it, actions ``[N, A]`` within bounds, and seconds ``[N]``."""
 
     def check_episode(self, max_episode_steps: int) -> None:
         """Refuse options that do not fit episodes of this length."""
@@ -99,10 +92,7 @@ class MujocoTask(ABC):
     ) -> None:
         """Change models within their episodes, after a step and before it is judged and observed.
 
-        Args:
-            models: the ``MjModel`` of each environment.
-            elapsed: ``[N]`` steps of its episode, this one included.
-            generators: of the environments.
+        ``elapsed [N]`` are the steps of each environment's episode, this one included.
         """
         return
 
@@ -111,12 +101,8 @@ class MujocoTask(ABC):
     ) -> NumpyArray | None:
         """Return what ``data.userdata`` is to hold after a step, ``[N, nuserdata]``, or None to leave it.
 
-        A task that changes it has ``userdata`` among its ``data_fields``.
-
-        Args:
-            fields: those after the step, which ``outcome`` has judged and ``observe`` will see.
-            action: ``[N, A]`` float32, within its bounds.
-            generators: of the environments.
+        A task that changes it has ``userdata`` among its ``data_fields``. ``outcome`` has judged the fields, and
+        ``observe`` will see them.
         """
         return None
 
@@ -166,19 +152,16 @@ class _Locomotion(MujocoTask):
         hidden = self.num_hidden_positions if self.exclude_current_positions_from_observation else 0
         return fields["qpos"][:, hidden:]
 
-    def _control_cost(self, action: NumpyArray) -> NumpyArray:
-        cost: NumpyArray = self.ctrl_cost_weight * np.square(action).sum(1)
-        return cost
+    def _control_cost(self, action: NumpyArray) -> Any:
+        return self.ctrl_cost_weight * np.square(action).sum(1)
 
 
-def _within(value: NumpyArray, bounds: tuple[float, float]) -> NumpyArray:
-    inside: NumpyArray = (bounds[0] < value) & (value < bounds[1])
-    return inside
+def _within(value: NumpyArray, bounds: tuple[float, float]) -> Any:
+    return (bounds[0] < value) & (value < bounds[1])
 
 
-def _forward_velocity(before: Fields, after: Fields, dt: NumpyArray) -> NumpyArray:
-    velocity: NumpyArray = (after["qpos"][:, 0] - before["qpos"][:, 0]) / dt
-    return velocity
+def _forward_velocity(before: Fields, after: Fields, dt: NumpyArray) -> Any:
+    return (after["qpos"][:, 0] - before["qpos"][:, 0]) / dt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,10 +217,9 @@ class _Upright(_Healthy):
         """Positions without x, and velocities within ±10."""
         return self._position(fields), fields["qvel"].clip(-10, 10)
 
-    def _is_healthy(self, fields: Fields) -> NumpyArray:
+    def _is_healthy(self, fields: Fields) -> Any:
         z, angle = fields["qpos"][:, 1], fields["qpos"][:, 2]
-        healthy: NumpyArray = _within(z, self.healthy_z_range) & _within(angle, self.healthy_angle_range)
-        return healthy
+        return _within(z, self.healthy_z_range) & _within(angle, self.healthy_angle_range)
 
     def outcome(self, before: Fields, after: Fields, action: NumpyArray, dt: NumpyArray) -> Outcome:
         """The speed forward and a bonus for staying upright, less the cost of control."""
@@ -262,11 +244,10 @@ class Hopper(_Upright):
     healthy_angle_range: tuple[float, float] = (-0.2, 0.2)
     healthy_state_range: tuple[float, float] = (-100.0, 100.0)
 
-    def _is_healthy(self, fields: Fields) -> NumpyArray:
+    def _is_healthy(self, fields: Fields) -> Any:
         healthy = super()._is_healthy(fields)
         healthy &= _within(fields["qpos"][:, 2:], self.healthy_state_range).all(1)
-        healthy &= _within(fields["qvel"], self.healthy_state_range).all(1)
-        return healthy
+        return healthy & _within(fields["qvel"], self.healthy_state_range).all(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,11 +330,10 @@ class Humanoid(_Healthy):
         return self._judge(healthy, forward, control, contact.clip(*self.contact_cost_range))
 
 
-def _mass_center_x(fields: Fields) -> NumpyArray:
+def _mass_center_x(fields: Fields) -> Any:
     """Σ_b m_b x_b / Σ_b m_b over the bodies."""
     mass = fields["body_mass"]
-    center: NumpyArray = np.einsum("nb,nbj->nj", mass, fields["xipos"])[:, 0] / mass.sum(1)
-    return center
+    return np.einsum("nb,nbj->nj", mass, fields["xipos"])[:, 0] / mass.sum(1)
 
 
 GYMNASIUM_TASKS: dict[str, type[MujocoTask]] = {

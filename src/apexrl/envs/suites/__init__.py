@@ -44,15 +44,12 @@ def make_suite(benchmark_name: str, task_names: Sequence[str] | None = None, **o
 
 
 def _metaworld_tasks(benchmark_name: str) -> tuple[str, ...]:
-    package, colon, part = benchmark_name.partition(":")
-    if not colon and package in _METAWORLD:
-        return _METAWORLD[package]
-    if colon and package == "metaworld":
-        if part.lower() in _METAWORLD:
-            return _METAWORLD[part.lower()]
-        if part in INSTRUCTIONS:
-            return (part,)
-    known = (*SUITES, *(f"metaworld:{task}" for task in INSTRUCTIONS))
+    package, _, part = benchmark_name.partition(":")
+    single = {f"metaworld:{task}": (task,) for task in INSTRUCTIONS}
+    tasks = {**_METAWORLD, **single}.get(benchmark_name) or (package == "metaworld" and _METAWORLD.get(part.lower()))
+    if tasks:
+        return tasks
+    known = (*SUITES, *single)
     hint = did_you_mean(benchmark_name, known)
     every = f"{', '.join(SUITES)}, and metaworld:TASK for one task"
     raise ConfigError(f"task.benchmark_name has no {benchmark_name!r}.{hint} Suites: {every}.")

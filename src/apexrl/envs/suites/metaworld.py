@@ -37,14 +37,7 @@ class MetaWorldSimulator(Simulator):
     The state is MuJoCo's integration state, what a reset changes in the model (positions of bodies and sites), and
     every number the task keeps in Python. Among these is the last observation, which also holds the frame before.
 
-    Args:
-        task_name: such as ``reach-v3``.
-        cameras: what ``observe`` draws.
-        image_size: height and width of their pictures.
-        privileged: whether objects and goal are observed; otherwise only the hand's position and its opening are.
-
-    Raises:
-        EnvError: when Meta-World is not installed.
+    The arguments besides the task's name are those of ``MetaWorldSuite``.
     """
 
     def __init__(

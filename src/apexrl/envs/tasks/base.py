@@ -86,10 +86,7 @@ class TensorTask(VecEnv):
 
     @abstractmethod
     def _advance(self, state: Tensor, action: Tensor, *noise: Any, **_: Any) -> Transition:
-        """Move ``state [N, S]`` on by one ``action [N, A]`` without changing it.
-
-        A task names the tensors of its ``_draw_noise`` as further arguments; one without noise has none.
-        """
+        """Move ``state [N, S]`` on by one ``action [N, A]`` without changing it; ``noise`` is from ``_draw_noise``."""
 
     @abstractmethod
     def _observe(self, state: Tensor) -> Any:
@@ -146,11 +143,7 @@ class TensorTask(VecEnv):
         return {name: tensor.clone() for name, tensor in parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state from ``state_dict``; nothing changes when it does not fit.
-
-        Raises:
-            EnvStateError: when a tensor is missing, or of another shape or type.
-        """
+        """Go back to a state from ``state_dict``; nothing changes when it does not fit."""
         for name, ours in self.state_dict().items():
             saved = state.get(name)
             if not isinstance(saved, Tensor) or saved.shape != ours.shape or saved.dtype != ours.dtype:

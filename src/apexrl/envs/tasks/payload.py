@@ -91,8 +91,6 @@ class Payload(TensorTask):
     ``priv`` ``[N, 5]``: log m, μ, c, log g and L, each scaled to [-1, 1].
 
     Args:
-        num_envs: N.
-        device: where the state lives.
         max_episode_steps: steps until the episode is truncated.
         change_step: steps of an episode after which its physics change; 0 for never.
         change: which parameter is then redrawn: ``mass`` (the size stays), ``friction``, ``drag``, ``gain``,

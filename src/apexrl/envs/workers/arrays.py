@@ -37,9 +37,6 @@ def flat_space(space: spaces.Space[Any]) -> spaces.Box | spaces.Dict:
     Box becomes float32 (pictures, that is uint8 with two or more dimensions, stay uint8; a Box without
     dimensions gets one), Discrete a one-hot vector, MultiDiscrete the concatenation of its one-hot vectors,
     MultiBinary float32, Dict a Dict, and Tuple a Dict with the keys ``"0"``, ``"1"``, ….
-
-    Raises:
-        TypeError: for any other space.
     """
     match space:
         case spaces.Box(dtype=np.uint8) if len(space.shape) >= 2:
@@ -91,11 +88,7 @@ def writer(space: spaces.Space[Any]) -> Callable[[Tree, Any], None]:
 
 
 def action_layout(space: spaces.Space[Any]) -> tuple[int, type[np.generic]]:
-    """Return the width ``A`` and the type of the rows in which actions of ``space`` arrive.
-
-    Raises:
-        TypeError: when the space is not Box, Discrete, MultiDiscrete or MultiBinary.
-    """
+    """Return the width ``A`` and the type of the rows in which actions of ``space`` arrive."""
     match space:
         case spaces.Box():
             return math.prod(space.shape), np.float32

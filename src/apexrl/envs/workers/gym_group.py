@@ -109,11 +109,7 @@ def metric_names(info: Mapping[str, Any]) -> list[str]:
 class EnvGroup:
     """Several environments of one kind, stepped in sequence; an episode that ends is reset in the same step.
 
-    Call ``allocate`` or ``bind`` once, then ``reset``, then ``step``.
-
-    Args:
-        make_fns: functions that each make one environment.
-        first: index of the first environment, for messages.
+    Call ``allocate`` or ``bind`` once, then ``reset``, then ``step``. Messages count environments from ``first``.
     """
 
     def __init__(self, make_fns: Sequence[MakeFn], first: int = 0) -> None:
@@ -246,11 +242,7 @@ class EnvGroup:
                 found.setdefault(name, {})[i] = float(value)
 
     def state(self) -> list[dict[str, Any]]:
-        """Return what each environment needs to go on from here, as arrays and plain values.
-
-        Raises:
-            StateError: before the first reset, or when an episode is too long to be replayed.
-        """
+        """Return what each environment needs to go on from here, as arrays and plain values."""
         if not self._was_reset:
             raise StateError("Call reset before saving the environments.")
         return [self._state(i) for i in range(len(self.simulators))]
@@ -267,11 +259,7 @@ class EnvGroup:
         return state | {"seed": start.seed, "generator": _to_json(start.generator), "actions": actions}
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Put every environment back into its saved state.
-
-        Raises:
-            StateError: when one does not come back exactly; the environments must then be reset.
-        """
+        """Put every environment back into its saved state, or raise a StateError: they must then be reset."""
         longest = max(len(state.get("actions", ())) for state in states)
         self._history = [np.zeros_like(self._buffers.action) for _ in range(longest)]
         self._was_reset = True
@@ -302,8 +290,8 @@ class EnvGroup:
         pairs = zip(tree_leaves(self._rows[i]), tree_leaves(state["obs"]), strict=True)
         if any(now.tobytes() != saved.tobytes() for now, saved in pairs):
             raise StateError(
-                f"Environment {self.first + i} ({state['type']}) gave another observation for the {len(actions)} actions of "
-                "its episode: it draws random numbers not only from np_random, or keeps something over episodes."
+                f"Environment {self.first + i} ({state['type']}) gave another observation after its {len(actions)} "
+                "actions: it draws random numbers not only from np_random, or keeps something over episodes."
             )
 
     def render(self, i: int) -> NDArray[np.uint8]:

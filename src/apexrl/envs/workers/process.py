@@ -79,12 +79,7 @@ class WorkerProcess:
             self._answer_to(1, Deadline(START_TIMEOUT))
 
     def receive(self, deadline: Deadline) -> Any:
-        """Return the answer of the last call.
-
-        Raises:
-            WorkerLostError: when the process is gone or the time is over.
-            EnvError: with the traceback of what the call raised; the worker lives on.
-        """
+        """Return the answer of the last call; an EnvError tells what it raised, and the worker lives on."""
         self.wait_until_made()
         return self._answer_to(self.calls, deadline)
 
@@ -158,8 +153,7 @@ def receive_all(
 ) -> dict[int, Any]:
     """Return the answers of the last calls by worker; those of lost workers are missing, and ``on_loss`` is told.
 
-    Raises:
-        EnvError: what the first call raised that failed, once all have answered: nothing is left in their pipes.
+    What the first call raised that failed is raised once all have answered: nothing is left in their pipes.
     """
     deadline = Deadline(timeout)
     answers: dict[int, Any] = {}
