@@ -356,10 +356,8 @@ class _CollectingThread:
                     patience = self.step_timeout - silence
                     if patience <= 0:
                         name = type(self.collector.env).__name__
-                        raise EnvError(
-                            f"{name} hangs: no step or reset has ended for {silence:.1f} s. If one may take "
-                            f"that long, raise step_timeout (now {self.step_timeout:g} s)."
-                        )
+                        advice = f"If one may take that long, raise step_timeout (now {self.step_timeout:g} s)."
+                        raise EnvError(f"{name} hangs: no step or reset has ended for {silence:.1f} s. {advice}")
                 self.changed.wait(patience)
         finally:
             self._account()

@@ -58,10 +58,9 @@ class InitStateDataset(Dataset[InitSample]):
         if task_id not in self._states:
             states = list(self.suite.init_states(task_id, self.split))
             if not states:
-                raise ConfigError(
-                    f"task.benchmark_name '{self.suite.name}': task '{self.suite.task_names[task_id]}' has no init "
-                    f"states in its {self.split} split. Leave it out of task.task_names_to_use."
-                )
+                task = f"'{self.suite.task_names[task_id]}' of task.benchmark_name '{self.suite.name}'"
+                advice = "Leave it out of task.task_names_to_use."
+                raise ConfigError(f"The task {task} has no init states in its {self.split} split. {advice}")
             self._states[task_id] = states
         return self._states[task_id]
 

@@ -36,14 +36,10 @@ def as_vec_env(env: Any) -> VecEnv:
     if is_rsl_env(env):
         return wrapper_of(env)
     if isinstance(env, gym.Env | gym.vector.VectorEnv):
-        raise EnvError(
-            f"{type(env).__name__} is one of Gymnasium's own environments. Pass the functions that make it, "
-            "GymVecEnv([make, make, ...]), or its name, make_env(id, num_envs)."
-        )
-    raise EnvError(
-        f"{type(env).__name__} is not an environment: it needs to be a VecEnv, or to have num_envs, "
-        "num_actions, get_observations() and step(actions) as those of rsl_rl have."
-    )
+        advice = "Pass the functions that make it, GymVecEnv([make, make, ...]), or its name, make_env(id, num_envs)."
+        raise EnvError(f"{type(env).__name__} is one of Gymnasium's own environments. {advice}")
+    needed = "a VecEnv, or to have num_envs, num_actions, get_observations() and step(actions) as those of rsl_rl have"
+    raise EnvError(f"{type(env).__name__} is not an environment: it needs to be {needed}.")
 
 
 def get_metric_specs_from_env(env: Any) -> dict[str, MetricSpec]:

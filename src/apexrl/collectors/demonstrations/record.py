@@ -41,6 +41,7 @@ Plans: TypeAlias = Sequence[Mapping[int, NDArray[np.float32]]]
 """For each task, by the number of the training state, actions ``[n, A]`` that lead to the goal."""
 NO_PLAN = np.zeros((0, 0), np.float32)
 """Of a state from which the goal was not reached."""
+_OTHER_TASKS = "leave the task out (--tasks), raise its horizon ({}; --horizon), or begin with another state (--start)."
 
 
 class Recorded(NamedTuple):
@@ -159,9 +160,8 @@ def _check_plans(suite: TaskSuite, plans: Plans) -> None:
         raise ConfigError(f"record_demos needs plans for {needed}, got {len(plans)} with {sorted(shapes)}.")
     if empty := [name for name, of_task in zip(suite.task_names, plans, strict=True) if not of_task]:
         raise EnvError(
-            f"The policy reached the goal of {', '.join(empty)} from none of the training states it began with; leave "
-            f"the task out (--tasks), give it more time ({suite.horizon} control steps; --horizon), begin with "
-            "another state (--start), or train it longer."
+            f"The policy reached the goal of {', '.join(empty)} from none of the training states it began with; train "
+            f"it longer, or {_OTHER_TASKS.format(suite.horizon)}"
         )
 
 
@@ -189,8 +189,7 @@ def _record_task(
     if not demos:
         raise EnvError(
             f"The expert of '{name}' reached its goal from none of {failures} training states (beginning with number "
-            f"{start}); leave the task out (--tasks), raise its horizon ({suite.horizon}; --horizon), or begin with "
-            "another state (--start)."
+            f"{start}); {_OTHER_TASKS.format(suite.horizon)}"
         )
     target = directory / f"{name}{SUFFIX}"
     _write_file(target, suite, task_id, demos, "expert" if plans is None else "policy")

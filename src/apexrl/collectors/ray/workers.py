@@ -64,21 +64,14 @@ class RayWorkers:
         if late:
             raise EnvError(f"Only {len(ready)} of {len(refs)} Ray workers made environments in {self.timeout:g} s.")
         try:
-            found: list[Any] = self.ray.get(refs)
+            return list(self.ray.get(refs))
         except self.ray.lost_errors as error:
             raise EnvError(f"A Ray worker died while it started: {first_line(error)}") from error
-        return found
 
     def gather(self, refs: Mapping[int, Any], again: Callable[[int], Any]) -> dict[int, Any]:
         """Wait for the result of each place, and replace workers that die or hang meanwhile.
 
-        Args:
-            refs: what is waited for, by place.
-            again: orders the result of a place once more, from its new worker, and returns what to wait for.
-
-        Raises:
-            EnvError: when workers are lost again and again, or there is no room for a new one.
-            Exception: what an actor raised.
+        ``again`` orders the result of a place once more, from its new worker, and returns what to wait for.
         """
         waiting, found = dict(refs), dict[int, Any]()
         since = time.monotonic()

@@ -110,11 +110,8 @@ class GymVecEnv(VecEnv):
         specs = dict(self.metric_specs)
         for name, values in found.items():
             if len(specs) == MAX_METRICS:
-                warnings.warn(
-                    f"The environment reports more than {MAX_METRICS} metrics; later ones are left out. Give the same "
-                    "number the same key of info at every step.",
-                    stacklevel=3,
-                )
+                advice = "Give the same number the same key of info at every step."
+                warnings.warn(f"More than {MAX_METRICS} metrics: later ones are left out. {advice}", stacklevel=3)
                 break
             row = self._buffers.arrays.metric[len(specs)]
             row.fill(np.nan)

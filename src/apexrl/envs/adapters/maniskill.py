@@ -112,10 +112,8 @@ class ManiSkillVecEnv(VecEnv):
         try:
             picture = part.render()[index % size]
         except (RuntimeError, TypeError) as error:
-            raise EnvError(
-                f"ManiSkill cannot draw here: {str(error).rstrip('.')}. It draws on a graphics card, with render_mode "
-                "'rgb_array' and a render_backend."
-            ) from error
+            needs = "It needs a graphics card, render_mode 'rgb_array' and a render_backend."
+            raise EnvError(f"ManiSkill cannot draw here: {str(error).rstrip('.')}. {needs}") from error
         return np.asarray(picture.cpu(), np.uint8)
 
     def close(self) -> None:

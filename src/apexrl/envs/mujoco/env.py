@@ -150,10 +150,8 @@ class MujocoVecEnv(VecEnv):
     def reset_each(self, seeds: Sequence[int]) -> Observation:
         """Start a new episode everywhere; environment ``i`` gets ``seeds[i]``. The models must not differ."""
         if self._was_given_models and (differences := model_differences(self._base, self.models)):
-            raise EnvError(
-                f"The models differ in {', '.join(sorted(differences))}, so an episode would depend on the environment "
-                "that runs it. Give every environment the same model."
-            )
+            names = ", ".join(sorted(differences))
+            raise EnvError(f"Episodes would depend on their environments: the models differ in {names}. Use one model.")
         return self._begin_all(seeds)
 
     def _begin_all(self, seeds: Sequence[int] | None) -> Observation:

@@ -300,5 +300,4 @@ def _frame(qpos: NumpyArray, action: NumpyArray) -> NumpyArray:
 
 def _scaled(value: NumpyArray, low: float, high: float) -> NumpyArray:
     """Map [low, high] to [-1, 1]."""
-    scaled: NumpyArray = (2 * value - low - high) / (high - low)
-    return scaled
+    return np.asarray((2 * value - low - high) / (high - low))

@@ -138,10 +138,8 @@ class TaskSuite(ABC):
         """Draw episodes from different validation states, as many of each task; a ConfigError where there are fewer."""
         states = [self.init_states(task_id, "val") for task_id in range(self.num_tasks)]
         if count > (known := self.num_tasks * min(map(len, states))):
-            raise ConfigError(
-                f"--episodes {count} is more than the validation states of '{self.name}': it has {known} for "
-                f"{self.num_tasks} tasks. Ask for fewer."
-            )
+            states_of_tasks = f"{known} validation states of the {self.num_tasks} tasks of '{self.name}'"
+            raise ConfigError(f"--episodes {count} is more than the {states_of_tasks}. Ask for fewer.")
         orders = [rng.permutation(len(of_task)).tolist() for of_task in states]
         turns = (divmod(number, self.num_tasks) for number in range(count))
         drawn = [(task_id, orders[task_id][turn]) for turn, task_id in turns]

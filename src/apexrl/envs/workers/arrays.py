@@ -55,10 +55,8 @@ def flat_space(space: spaces.Space[Any]) -> spaces.Box | spaces.Dict:
             return spaces.Dict({key: flat_space(part) for key, part in space.spaces.items()})
         case spaces.Tuple():
             return spaces.Dict({str(i): flat_space(part) for i, part in enumerate(space.spaces)})
-    raise TypeError(
-        f"Observation space {space} is not supported; Box, Discrete, MultiDiscrete, MultiBinary, and Dict or "
-        "Tuple of these are. Wrap the environment so that it returns one of them."
-    )
+    supported = "Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple of these are; wrap the environment"
+    raise TypeError(f"Observation space {space} is not supported; {supported}.")
 
 
 def writer(space: spaces.Space[Any]) -> Callable[[Tree, Any], None]:
@@ -96,10 +94,8 @@ def action_layout(space: spaces.Space[Any]) -> tuple[int, type[np.generic]]:
             return 1, np.int64
         case spaces.MultiDiscrete() | spaces.MultiBinary():
             return math.prod(space.shape), np.int64
-    raise TypeError(
-        f"Action space {space} is not supported; Box, Discrete, MultiDiscrete and MultiBinary are. "
-        "Wrap the environment so that it takes one of them."
-    )
+    supported = "Box, Discrete, MultiDiscrete and MultiBinary are; wrap the environment"
+    raise TypeError(f"Action space {space} is not supported; {supported}.")
 
 
 def decoder(space: spaces.Space[Any]) -> Callable[[Array], Sequence[Any]]:

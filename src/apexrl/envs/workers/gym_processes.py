@@ -92,8 +92,7 @@ class Workers:
     def render(self, index: int) -> NDArray[np.uint8]:
         """Draw environment ``index``."""
         worker = next(w for w, envs in enumerate(self.ranges) if index in envs)
-        picture: NDArray[np.uint8] = self._call("render", {worker: (index - self.ranges[worker].start,)})[0]
-        return picture
+        return np.asarray(self._call("render", {worker: (index - self.ranges[worker].start,)})[0])
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker with the same arguments."""

@@ -32,11 +32,8 @@ class SimulatorCache:
     """The simulators of one process, one for each task, which the slots share.
 
     A slot that runs finds its task's simulator as it left it, or has its state put back into it: to restore a state is
-    far cheaper than to make a simulator for every slot and task.
-
-    Args:
-        suite: makes them.
-        capacity: how many may be alive; the one that was used longest ago is closed before another is made.
+    far cheaper than to make a simulator for every slot and task. Where ``capacity`` are alive, the one that was used
+    longest ago is closed before another is made.
     """
 
     def __init__(self, suite: TaskSuite, capacity: int) -> None:

@@ -156,8 +156,7 @@ class SuiteWorkers:
         answers, dead = self._receive([worker], max(START_TIMEOUT, self.step_timeout))
         if dead:
             raise EnvError(f"The worker of environment {slot} died while it drew.")
-        picture: NDArray[np.uint8] = answers[worker]
-        return picture
+        return np.asarray(answers[worker])
 
     def _rows_of_workers(self, slots: Sequence[int]) -> dict[int, list[int]]:
         rows: dict[int, list[int]] = {}
