@@ -175,7 +175,7 @@ class LiberoSimulator(Simulator):
             self._restore_full(init_state)
         else:
             sizes = f"{self._num_init} numbers (initial) or {self._num_full + 14} (full)"
-            raise EnvStateError(f"This LIBERO task has states of {sizes}, not of {len(init_state)}, as another task.")
+            raise EnvStateError(f"This LIBERO task has states of {sizes}; {len(init_state)} are of another task.")
 
     def _restore_init(self, state: NDArray[np.float64]) -> None:
         self._mujoco.mj_resetData(self._model, self._data)
