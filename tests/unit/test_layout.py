@@ -85,7 +85,7 @@ def test_workers_start_without_pytorch() -> None:
 
 
 ONE_PER_TASK = {"CAMERAS", "DT", "FORCE", "FRAME", "FRAME_PARTS", "GRAVITY", "MAX_SPEED", "RANGES", "X_LIMIT"}
-ONE_PER_COMMAND, TYPE_VARIABLES, SAME = {"register"}, {"T"}, {"PICTURE_SIZE"}
+ONE_PER_COMMAND, TYPE_VARIABLES = {"register"}, {"T"}
 
 
 def test_a_public_name_of_a_module_has_one_meaning() -> None:
@@ -99,7 +99,7 @@ def test_a_public_name_of_a_module_has_one_meaning() -> None:
             for name in names:
                 homes.setdefault(name, set()).add(str(path.relative_to(PACKAGE)))
     several = {name for name, paths in homes.items() if len(paths) > 1 and not name.startswith("_")}
-    assert several - ONE_PER_TASK - ONE_PER_COMMAND - TYPE_VARIABLES - SAME == set()
+    assert several - ONE_PER_TASK - ONE_PER_COMMAND - TYPE_VARIABLES == set()
 
 
 def test_tests_survive_a_move() -> None:

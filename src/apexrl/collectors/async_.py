@@ -9,8 +9,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from statistics import fmean
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +27,7 @@ from apexrl.core.metrics import EpisodeMetrics
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import POLICY_VERSION, VALUE
 from apexrl.envs import as_vec_env
+from apexrl.envs.options import check_at_least
 from apexrl.policies.base import Policy
 
 _Inner = SyncCollector | RolloutGenerator
@@ -52,20 +54,17 @@ class AsyncCollector(BaseCollector):
     On a task suite it collects what RLOO learns from, groups of whole episodes, with a ``RolloutGenerator`` in the
     thread; where ``keep`` has ``value``, it takes steps there as anywhere else.
 
+    Other arguments are those of ``SyncCollector``.
+
     Args:
-        env: the training environments, as for ``SyncCollector``; nobody else may use them outside ``quiet``.
+        env: the training environments; nobody else may use them outside ``quiet``.
         policy: its weights are published; the thread has a copy.
-        device: where the batch is handed over; the policy's device when not given.
-        keep: keys of the batch besides ``policy_version``; None keeps everything that learning can use.
-        seed: of the first reset.
         max_staleness: how many versions old a rollout may be; 0 collects only while ``collect`` waits.
-        queue_size: rollouts that may wait to be handed out; the thread pauses when there are that many. As many as may
-            be stale, at least one, when not given.
+        queue_size: rollouts that may wait to be handed out before the thread pauses; ``max_staleness``, at least 1,
+            when not given.
         step_timeout: seconds without the end of an environment step after which ``collect`` raises.
-        acceleration: as for ``SyncCollector``; graphs and compilation are left out.
-        generator: collects groups of episodes in ``env``; for a suite one with its defaults when not given. It acts
-            with the thread's copy of the policy from here on. Its simulators have time limits of their own:
-            ``step_timeout`` is not read.
+        generator: collects groups of episodes in ``env``, with the thread's copy of the policy; for a suite one with
+            its defaults when not given. Its simulators have time limits of their own: ``step_timeout`` is not read.
     """
 
     in_background = True
@@ -85,9 +84,8 @@ class AsyncCollector(BaseCollector):
         generator: RolloutGenerator | None = None,
     ) -> None:
         queue_size = max(1, max_staleness) if queue_size is None else queue_size
-        for name, value, least in (("max_staleness", max_staleness, 0), ("queue_size", queue_size, 1)):
-            if value < least:
-                raise ConfigError(f"{name} must be at least {least}, got {value}.")
+        check_at_least("", 0, max_staleness=max_staleness)
+        check_at_least("", 1, queue_size=queue_size)
         if step_timeout <= 0:
             raise ConfigError(f"step_timeout must be positive, got {step_timeout}.")
         self.env, self.policy, self.max_staleness = as_vec_env(env), policy, max_staleness
@@ -112,8 +110,8 @@ class AsyncCollector(BaseCollector):
             generator.on_message = self._thread.messages.append
         # The thread does not know this object, so a collector that nobody holds any more ends its thread.
         self._stop = weakref.finalize(self, self._thread.stop)
-        self._num_taken = self._age_sum = 0
-        """Of the rollouts handed out since ``metrics``."""
+        self._ages: list[int] = []
+        """Of the rollouts handed out since ``metrics``, in versions."""
         self._dropped = 0
         self._warm_up = WarmUp()
         self._last: tuple[int, dict[str, float]] = (0, {})
@@ -140,7 +138,9 @@ class AsyncCollector(BaseCollector):
         """
         thread = self._thread
         if self._warm_up.ends(self.policy) or reset or thread.n_steps not in (None, n_steps):
-            self._drop_all(new_episodes=reset)
+            self._drop_all()
+        if reset:
+            self._inner.forget()  # the thread waits for publish
         thread.publish(n_steps, {name: value.detach().clone() for name, value in self.policy.state_dict().items()})
         while True:
             rollout = thread.take()
@@ -149,8 +149,7 @@ class AsyncCollector(BaseCollector):
             if age <= self.max_staleness:
                 break
             self._dropped += 1
-        self._num_taken += 1
-        self._age_sum += age
+        self._ages.append(age)
         self._last = rollout.found.num_steps, rollout.found.metrics
         return rollout.found.batch.to(self._device or self._inner.device)
 
@@ -168,26 +167,21 @@ class AsyncCollector(BaseCollector):
         with self._thread.changed:
             queue = float(len(self._thread.ready))
         numbers = {"collect/queue": queue, "collect/dropped": float(self._dropped), **self._last[1]}
-        if self._num_taken:
-            numbers["collect/staleness"] = self._age_sum / self._num_taken
-            self._num_taken = self._age_sum = 0
+        if self._ages:
+            numbers["collect/staleness"] = fmean(self._ages)
+            self._ages.clear()
         overlap = self._thread.read_overlap()
         return numbers if overlap is None else {**numbers, "collect/overlap": overlap}
 
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
+    def quiet(self) -> AbstractContextManager[None]:
         """Hold the environments still: wait for the end of the running rollout, and begin no other in the block."""
-        self._thread.hold()
-        try:
-            yield
-        finally:
-            self._thread.release()
+        return self._thread.quiet()
 
     def follow(self, policy: Policy) -> None:
         """Act with this policy from the next rollout on; what was collected ahead with the old one is dropped."""
         if policy is not self.policy:
             with self.quiet():
-                self._drop_all(new_episodes=False)
+                self._drop_all()
                 self.policy, self._warm_up = policy, WarmUp()
                 self._inner.follow(copy.deepcopy(policy).eval())
                 self._thread.watch()
@@ -195,14 +189,13 @@ class AsyncCollector(BaseCollector):
     def restart(self, seed: int) -> None:
         """Forget what was collected ahead; the next call of ``collect`` starts new episodes from a seed."""
         with self.quiet():
-            self._drop_all(new_episodes=False)
+            self._drop_all()
             self._inner.restart(seed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return carry, episode statistics and version, as they are when the running rollout has ended.
 
-        Rollouts that wait to be handed out are not in it: a run that goes on from here never learns from them (at most
-        ``queue_size``), but their episodes are in the statistics.
+        A resumed run never learns from rollouts that wait to be handed out; their episodes are in the statistics.
         """
         with self.quiet():
             self._thread.raise_failure()
@@ -215,7 +208,7 @@ class AsyncCollector(BaseCollector):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``, or from that of a ``SyncCollector``, at the next call of ``collect``."""
         with self.quiet():
-            self._drop_all(new_episodes=False)
+            self._drop_all()
             self._inner.load_state_dict(state)
             self._thread.version = state.get("version", -1)
 
@@ -224,14 +217,12 @@ class AsyncCollector(BaseCollector):
         self._stop()
         self._inner.close()
 
-    def _drop_all(self, *, new_episodes: bool) -> None:
+    def _drop_all(self) -> None:
         """Drop what was collected ahead; the thread waits for the next ``collect``."""
         with self.quiet():
             for rollout in self._thread.empty():
                 self._fold(rollout, self.episode_metrics)
                 self._dropped += 1
-            if new_episodes:
-                self._inner.forget()
 
     def _fold(self, rollout: _Rollout, episodes: EpisodeMetrics) -> None:
         self._inner.fold(rollout.found.outcomes, episodes)
@@ -313,21 +304,19 @@ class _CollectingThread:
             self.n_steps = None
             return rollouts
 
-    def hold(self) -> None:
-        """Let no rollout begin, and wait for the end of the running one."""
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Let no rollout begin in the block, and wait for the end of the running one before it."""
         with self.changed:
             self.holds += 1
-            try:
+        try:
+            with self.changed:
                 self._wait_until(lambda: not self.rolling)
-            except BaseException:
+            yield
+        finally:
+            with self.changed:
                 self.holds -= 1
-                raise
-
-    def release(self) -> None:
-        """Undo one ``hold``."""
-        with self.changed:
-            self.holds -= 1
-            self.changed.notify_all()
+                self.changed.notify_all()
 
     def stop(self) -> None:
         """End the thread, if it does not hang."""
@@ -365,11 +354,9 @@ class _CollectingThread:
                     silence = time.monotonic() - self.last_sign_of_life
                     patience = self.step_timeout - silence
                     if patience <= 0:
-                        raise EnvError(
-                            f"{type(self.collector.env).__name__} hangs: no step or reset has ended for "
-                            f"{silence:.1f} s. If one may take that long, raise step_timeout "
-                            f"(now {self.step_timeout:g} s)."
-                        )
+                        name = type(self.collector.env).__name__
+                        advice = f"If one may take that long, raise step_timeout (now {self.step_timeout:g} s)."
+                        raise EnvError(f"{name} hangs: no step or reset has ended for {silence:.1f} s. {advice}")
                 self.changed.wait(patience)
         finally:
             self._account()

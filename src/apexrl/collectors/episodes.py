@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.core.errors import ConfigError, EnvError, did_you_mean
+from apexrl.core.errors import ConfigError, EnvError
 from apexrl.core.functional.episodes import side_by_side
 from apexrl.core.metrics import EpisodeMetrics, end_info, fold_episodes
 from apexrl.core.result import CountedEpisodes, EvaluationResult
@@ -28,6 +28,7 @@ from apexrl.core.types import (
     VALID,
     Carry,
 )
+from apexrl.envs.options import check_known
 from apexrl.envs.suites.base import InitState, Split, own_split
 from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.policies.base import Policy
@@ -43,8 +44,7 @@ class SuiteRunner:
     Args:
         env: the environments of the suite; each worker keeps the simulators it made.
         policy: its current weights act.
-        random_init: draw initial states at random, where the suite can, instead of taking those of its splits; what
-            it finds cannot be compared with others' results.
+        random_init: draw initial states at random, where the suite can; the results compare with no others.
     """
 
     def __init__(self, env: SuiteVecEnv, policy: Policy, *, random_init: bool = False) -> None:
@@ -53,17 +53,10 @@ class SuiteRunner:
             env.suite.random_init_state(0, (0,))  # a suite that cannot says so at once
 
     def create_parallel_envs(self, task_name: str) -> CreatedEnv:
-        """Return the environments of a task. Their workers make a simulator when a task first needs it, and keep it.
-
-        Raises:
-            ConfigError: when the suite has no task of that name.
-        """
+        """Return the environments of a task. Their workers make a simulator when a task first needs it, and keep it."""
         names = list(self.env.task_names)
-        if task_name not in names:
-            raise ConfigError(
-                f"task.task_names_to_use: '{self.env.suite.name}' has no task '{task_name}'."
-                + did_you_mean(task_name, names)
-            )
+        subject = f"task.task_names_to_use: '{self.env.suite.name}' has no task"
+        check_known(subject, [task_name], names, error=ConfigError)
         return self.env, names.index(task_name), self.env.num_envs
 
     def run_policy_in_env(
@@ -84,12 +77,7 @@ class SuiteRunner:
         return run_episodes(env, self.policy, [InitState(task_id, state) for state in init_states], **options)
 
     def run(
-        self,
-        episodes_per_task: int | None = None,
-        *,
-        split: Split = "val",
-        deterministic: bool = True,
-        seed: int = 0,
+        self, episodes_per_task: int | None = None, *, split: Split = "val", deterministic: bool = True, seed: int = 0
     ) -> EvaluationResult:
         """Evaluate the policy on every task as ``evaluate`` does, but from init states that are chosen.
 
@@ -114,9 +102,8 @@ class SuiteRunner:
             batch = run_episodes(self.env, self.policy, starts, keep=(), deterministic=deterministic)
         counted = CountedEpisodes()
         # What follows an episode in its column is padding.
-        counted.add(
-            fold_episodes(batch, self.env.metric_specs, EpisodeMetrics()), end_info(batch), np.ones(len(starts))
-        )
+        episodes = fold_episodes(batch, self.env.metric_specs, EpisodeMetrics())
+        counted.add(episodes, end_info(batch), np.ones(len(starts)))
         return counted.result(self.env.task_names, num_never_begun=len(starts) - counted.num_episodes)
 
     def _init_states(self, task_id: int, split: Split, count: int | None, seed: int) -> list[NDArray[np.float64]]:
@@ -251,11 +238,9 @@ def join_groups(groups: list[TensorDict]) -> TensorDict:
 
 def lost_episodes(batch: TensorDict) -> Tensor:
     """Tell which episodes of a packed batch were cut because their worker died, ``[E]``."""
-    lost: Tensor = batch[INFO, LOST].any(0) | ~batch[VALID].any(0)
-    return lost.squeeze(-1)
+    return torch.squeeze(batch[INFO, LOST].any(0) | ~batch[VALID].any(0), -1)
 
 
 def successful_episodes(batch: TensorDict) -> Tensor:
     """Tell which episodes of a packed batch reached their goal, ``[E]``."""
-    successful: Tensor = (batch[METRIC, "success"] > 0).any(0)
-    return successful.squeeze(-1)
+    return torch.squeeze((batch[METRIC, "success"] > 0).any(0), -1)

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -42,6 +43,7 @@ from apexrl.core.types import (
     TASK_ID,
     VALID,
 )
+from apexrl.envs.options import check_at_least
 from apexrl.envs.suites.base import InitState
 from apexrl.policies.base import Policy
 
@@ -105,7 +107,7 @@ class RolloutGenerator(BaseCollector):
         oversample: groups run for each one still missing, when some may be dropped.
         max_attempts: times that groups are run for one batch.
         max_groups: groups that a batch may have when more than wanted turn out useful; ``num_envs`` when not given.
-        on_message: told which states are skipped and dropped, and what else people should know; the log when not given.
+        on_message: told which states are skipped and dropped; the log when not given.
     """
 
     def __init__(
@@ -131,14 +133,10 @@ class RolloutGenerator(BaseCollector):
         max_groups: int | None = None,
         on_message: Callable[[str], None] | None = None,
     ) -> None:
-        _check_at_least(
-            ("algo.rloo_batch_size", rollouts_per_env, 2),
-            ("algo.num_groups", num_envs, 1),
-            ("algo.max_attempts", max_attempts, 1),
-            ("algo.oversample", oversample, 1),
-            ("max_groups", max_groups or num_envs, num_envs),
-            ("max_steps", 1 if max_steps is None else max_steps, 1),
-        )
+        check_at_least("algo.", 2, rloo_batch_size=rollouts_per_env)
+        check_at_least("algo.", 1, num_groups=num_envs, max_attempts=max_attempts, oversample=oversample)
+        check_at_least("", num_envs, max_groups=max_groups or num_envs)
+        check_at_least("", 1, max_steps=max_steps)
         self.env_runner, self.env = env_runner, env_runner.env
         self.max_steps, self.reuse_envs = max_steps, reuse_envs
         self.rollouts_per_env, self.num_envs = rollouts_per_env, num_envs
@@ -147,13 +145,9 @@ class RolloutGenerator(BaseCollector):
         self.max_attempts, self.max_groups = max_attempts, max_groups or num_envs
         self.keep = keep
         self.on_message: Callable[[str], None] = on_message or logging.getLogger("apexrl").info
-        """Told which states are skipped and dropped, and what else people should know."""
-        self.stats = (
-            RolloutStats(rollout_stats_path, skip_threshold=rollout_skip_threshold)
-            if enable_rollout_stats_tracking and not env_runner.random_init
-            else None
-        )
-        self.episode_metrics = EpisodeMetrics()
+        self.stats: RolloutStats | None = None
+        if enable_rollout_stats_tracking and not env_runner.random_init:
+            self.stats = RolloutStats(rollout_stats_path, skip_threshold=rollout_skip_threshold)
         self.created_envs: dict[int, CreatedEnv] = {}
         """Task number -> its environments, for every task that has run."""
         if use_val_init and env_runner.random_init:
@@ -166,7 +160,10 @@ class RolloutGenerator(BaseCollector):
         self._samples = endless(self.init_state_dataloader, self.env.suite.num_tasks)
         self._random = [seed % 2**63, 0]
         """Seed of the next random init state, and how many were drawn."""
-        self._device = _gpu(agent_gpus)
+        num_gpus = torch.cuda.device_count()
+        if len(agent_gpus) > 1 or any(not 0 <= gpu < max(num_gpus, 1) for gpu in agent_gpus):
+            raise ConfigError(f"agent_gpus must name one of the {num_gpus} GPUs here, or none, got {list(agent_gpus)}.")
+        self._device = torch.device("cuda", agent_gpus[0]) if agent_gpus and num_gpus else None
         self._counts: Counter[str] = Counter()
         self._seconds = self._seconds_creating = 0.0
         self._outcomes: list[TensorDict] = []
@@ -232,7 +229,7 @@ class RolloutGenerator(BaseCollector):
 
     def _collect(self) -> TensorDict:
         self.policy.eval()
-        before = time.perf_counter(), self.env.counts.created, self.env.counts.seconds_creating
+        started, before = time.perf_counter(), replace(self.env.counts)
         counts = self._counts = Counter()
         mixed: list[_Group] = []
         uniform: list[_Group] = []
@@ -252,9 +249,9 @@ class RolloutGenerator(BaseCollector):
         counts["groups_valid"] = len(mixed)
         groups = (mixed or uniform)[: self.max_groups]
         self._origins = [(group.draw, success) for group in groups for success in group.successes]
-        self._seconds = time.perf_counter() - before[0]
-        self._seconds_creating = self.env.counts.seconds_creating - before[2]
-        counts["envs_created"] = self.env.counts.created - before[1]
+        self._seconds = time.perf_counter() - started
+        self._seconds_creating = self.env.counts.seconds_creating - before.seconds_creating
+        counts["envs_created"] = self.env.counts.created - before.created
         counts["envs_reused"] = max(0, counts["episodes"] - counts["envs_created"])
         self._tell_outcome(len(groups), is_mixed=bool(mixed))
         if not self.reuse_envs:
@@ -269,10 +266,7 @@ class RolloutGenerator(BaseCollector):
         return batch
 
     def collect_for_normalizer(self, n_steps: int = 0) -> TensorDict:
-        """Run one episode in every environment, where ``collect`` would run many for each state of a batch.
-
-        The outcomes count nowhere.
-        """
+        """Run one episode in every environment, not many for each state of a batch; the outcomes count nowhere."""
         self.policy.eval()
         samples = [next(self._samples) for _ in range(self.env.num_envs)]
         starts = [InitState(int(sample["task_id"]), sample["init_state"]) for sample in samples]
@@ -290,21 +284,19 @@ class RolloutGenerator(BaseCollector):
         episodes = []
         for column, (draw, success) in enumerate(self._origins):
             steps = batch[: int(batch[VALID][:, column].sum()), column]
-            episodes.append(
-                {
-                    **dict(steps.items()),
-                    GROUP: int(steps[GROUP][0]),
-                    "task_id": draw.task_id,
-                    "task_name": suite.task_names[draw.task_id],
-                    "instruction": suite.instructions[draw.task_id],
-                    "init_state": draw.init_state,
-                    "init_state_hash": draw.hash,
-                    "success": success,
-                    "return": float(steps[REWARD].sum()),
-                    "length": steps.shape[0],
-                    "control_steps": int(steps[INFO, CONTROL_STEPS].sum()),
-                }
-            )
+            told = {
+                GROUP: int(steps[GROUP][0]),
+                "task_id": draw.task_id,
+                "task_name": suite.task_names[draw.task_id],
+                "instruction": suite.instructions[draw.task_id],
+                "init_state": draw.init_state,
+                "init_state_hash": draw.hash,
+                "success": success,
+                "return": float(steps[REWARD].sum()),
+                "length": steps.shape[0],
+                "control_steps": int(steps[INFO, CONTROL_STEPS].sum()),
+            }
+            episodes.append({**dict(steps.items()), **told})
         return episodes
 
     def steps_in(self, batch: TensorDict) -> int:
@@ -359,11 +351,8 @@ class RolloutGenerator(BaseCollector):
         self.episode_metrics.load_state_dict(state["episode_metrics"], self.env.device)
 
     def _draw(self, count: int, *, must: bool) -> list[_Draw]:
-        """Draw up to ``count`` states that are not mastered, looking at each state once; at least one if it ``must``.
-
-        A batch counts a state as skipped once, however often it is drawn.
-        """
-        skips = self.enable_dynamic_sampling and self.stats is not None
+        """Draw up to ``count`` states that are not mastered, seeing each state once; at least one if it ``must``."""
+        skips = self.stats if self.enable_dynamic_sampling else None
         chosen: list[_Draw] = []
         mastered: list[_Draw] = []
         num_drawn = 0
@@ -376,7 +365,7 @@ class RolloutGenerator(BaseCollector):
                 state = self.env.suite.random_init_state(task_id, self._random)
                 self._random[1] += 1
             draw = _Draw(task_id, state, hash_init_state(state))
-            is_mastered = skips and self._is_mastered(draw)
+            is_mastered = skips is not None and skips.is_mastered(draw.hash, self.rollouts_per_env)
             (mastered if is_mastered else chosen).append(draw)
         self._skip(mastered)
         if must and not chosen:
@@ -384,20 +373,16 @@ class RolloutGenerator(BaseCollector):
             self.on_message(f"No init state is left that is not mastered; {len(chosen)} of them are tested again.")
         return chosen
 
-    def _is_mastered(self, draw: _Draw) -> bool:
-        return self.stats is not None and self.stats.is_mastered(draw.hash, self.rollouts_per_env)
-
     def _skip(self, mastered: list[_Draw]) -> None:
+        # A batch counts a state as skipped once, however often it is drawn.
         new = {draw.hash: draw for draw in mastered if draw.hash not in self._skipped}
         self._skipped |= new
         self._counts["states_skipped"] += len(new)
         if new and self.stats is not None:
             for state_hash in new:
                 self.stats.skip(state_hash)
-            self.on_message(
-                f"Skipped {plural(len(new), 'init state')} whose last {self.rollouts_per_env} rollouts all succeeded: "
-                f"{self._names(list(new.values()))}."
-            )
+            states, names = plural(len(new), "init state"), self._names(list(new.values()))
+            self.on_message(f"Skipped {states} whose last {self.rollouts_per_env} rollouts all succeeded: {names}.")
 
     def _run(self, draws: list[_Draw]) -> list[_Group]:
         """Run a group from each state; returns those with at least two rollouts left."""
@@ -412,7 +397,10 @@ class RolloutGenerator(BaseCollector):
         lost = lost_episodes(batch)
         if not lost.all():
             self._outcomes.append(batch[:, ~lost].select(REWARD, DONE, METRIC, INFO))
-        self._count_episodes(batch, int(lost.sum()))
+        if num_lost := int(lost.sum()):
+            self.on_message(f"Discarded {plural(num_lost, 'episode')}: the workers that ran them died.")
+        control_steps = int(batch[INFO, CONTROL_STEPS].sum())
+        self._counts.update(episodes=len(starts), control_steps=control_steps, lost_episodes=num_lost)
         successes, is_lost = successful_episodes(batch).tolist(), lost.tolist()
         groups = []
         for index, draw in enumerate(draws):
@@ -430,35 +418,24 @@ class RolloutGenerator(BaseCollector):
         return groups
 
     def _run_episodes(self, starts: Sequence[InitState], keep: Collection[str] | None) -> TensorDict:
-        options: dict[str, Any] = {"max_steps": self.max_steps, "before_step": self._before_step}
-        return run_episodes(self.env, self.policy, starts, keep=keep, **options)
-
-    def _count_episodes(self, batch: TensorDict, num_lost: int) -> None:
-        self._counts["episodes"] += batch.shape[1]
-        self._counts["control_steps"] += int(batch[INFO, CONTROL_STEPS].sum())
-        self._counts["lost_episodes"] += num_lost
-        if num_lost:
-            self.on_message(f"Discarded {plural(num_lost, 'episode')}: the workers that ran them died.")
+        limits: dict[str, Any] = {"max_steps": self.max_steps, "before_step": self._before_step}
+        return run_episodes(self.env, self.policy, starts, keep=keep, **limits)
 
     def _tell_dropped(self, groups: list[_Group]) -> None:
-        if not self.enable_dynamic_sampling:
-            return
-        for outcome, word in ((True, "succeeded"), (False, "failed")):
+        for outcome, word in ((True, "succeeded"), (False, "failed")) if self.enable_dynamic_sampling else ():
             dropped = [group.draw for group in groups if not group.is_mixed and group.successes[0] is outcome]
             self._counts["groups_dropped"] += len(dropped)
             if dropped:
-                self.on_message(
-                    f"Dropped {plural(len(dropped), 'group')} whose rollouts all {word}: {self._names(dropped)}."
-                )
+                number = plural(len(dropped), "group")
+                self.on_message(f"Dropped {number} whose rollouts all {word}: {self._names(dropped)}.")
 
     def _tell_outcome(self, found: int, *, is_mixed: bool) -> None:
         counts = self._counts
         attempts = plural(counts["attempts"], "attempt")
         if not found:
             raise EnvError(
-                f"{counts['lost_episodes']} of {counts['episodes']} episodes of a batch were lost: their workers died, "
-                "and no group has two left. Use fewer environments (task.num_parallel_envs), or look into the "
-                "workers' messages."
+                f"{counts['lost_episodes']} of {counts['episodes']} episodes of a batch were lost with their workers, "
+                "and no group has two left. Use fewer environments (task.num_parallel_envs), or read their messages."
             )
         if counts["envs_created"]:
             self.on_message(
@@ -472,26 +449,11 @@ class RolloutGenerator(BaseCollector):
                 "(policy.noise_level of a flow head), or lengthen task.max_episode_length."
             )
         elif found < self.num_envs:
-            self.on_message(
-                f"Only {found} of {self.num_envs} wanted groups were found after {attempts}; training goes on with "
-                "them."
-            )
+            wanted = f"{self.num_envs} wanted groups"
+            self.on_message(f"Only {found} of {wanted} were found after {attempts}; training goes on with them.")
 
     def _names(self, draws: list[_Draw]) -> str:
         tasks = self.env.suite.task_names
         names = [f"{tasks[draw.task_id]} {draw.hash[:8]}" for draw in draws]
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         return ", ".join(names[:MAX_NAMED]) + more
-
-
-def _check_at_least(*limits: tuple[str, float, int]) -> None:
-    for name, value, least in limits:
-        if value < least:
-            raise ConfigError(f"{name} must be at least {least}, got {value}.")
-
-
-def _gpu(agent_gpus: Sequence[int]) -> torch.device | None:
-    count = torch.cuda.device_count()
-    if len(agent_gpus) > 1 or any(not 0 <= gpu < max(count, 1) for gpu in agent_gpus):
-        raise ConfigError(f"agent_gpus must name one of the {count} GPUs here, or none, got {list(agent_gpus)}.")
-    return torch.device("cuda", agent_gpus[0]) if agent_gpus and count else None

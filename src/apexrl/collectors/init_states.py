@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,9 @@ from torch.utils.data import Dataset, _utils
 
 from apexrl.core.errors import ConfigError, RunDirError
 from apexrl.core.system import files
+from apexrl.envs.options import check_at_least
 from apexrl.envs.suites.base import Split, TaskSuite, own_split
+from apexrl.envs.suites.base import hash_init_state as hash_init_state
 
 HISTORY_LENGTH = 100
 """Outcomes remembered of each init state."""
@@ -45,11 +46,6 @@ def _collate(samples: Sequence[InitSample], **_: Any) -> dict[str, Any]:
 _utils.collate.default_collate_fn_map[_Sample] = _collate
 
 
-def hash_init_state(init_state: NDArray[np.float64]) -> str:
-    """Name a state by the sha256 of its float64 bytes, without padding."""
-    return hashlib.sha256(np.ascontiguousarray(init_state, np.float64).tobytes()).hexdigest()
-
-
 class InitStateDataset(Dataset[InitSample]):
     """The init states of one split of a suite, task after task; those of a task are loaded when first asked for."""
 
@@ -58,18 +54,13 @@ class InitStateDataset(Dataset[InitSample]):
         self._states: dict[int, list[NDArray[np.float64]]] = {}
 
     def states(self, task_id: int) -> list[NDArray[np.float64]]:
-        """Return the init states of a task.
-
-        Raises:
-            ConfigError: when it has none.
-        """
+        """Return the init states of a task; none is a ConfigError."""
         if task_id not in self._states:
             states = list(self.suite.init_states(task_id, self.split))
             if not states:
-                raise ConfigError(
-                    f"task.benchmark_name '{self.suite.name}': task '{self.suite.task_names[task_id]}' has no init "
-                    f"states in its {self.split} split. Leave it out of task.task_names_to_use."
-                )
+                task = f"'{self.suite.task_names[task_id]}' of task.benchmark_name '{self.suite.name}'"
+                advice = "Leave it out of task.task_names_to_use."
+                raise ConfigError(f"The task {task} has no init states in its {self.split} split. {advice}")
             self._states[task_id] = states
         return self._states[task_id]
 
@@ -172,10 +163,8 @@ class RolloutStats:
     """
 
     def __init__(self, path: Path | str | None, window: int = HISTORY_LENGTH, *, skip_threshold: int = 3) -> None:
-        if window < 1:
-            raise ConfigError(f"RolloutStats.window must be at least 1, got {window}.")
-        if skip_threshold < 0:
-            raise ConfigError(f"algo.rollout_skip_threshold must be at least 0, got {skip_threshold}.")
+        check_at_least("RolloutStats.", 1, window=window)
+        check_at_least("algo.", 0, rollout_skip_threshold=skip_threshold)
         self.path = None if path is None else Path(path)
         self.window, self.skip_threshold = window, skip_threshold
         self._states = {} if self.path is None or not self.path.exists() else read_statistics(self.path)
@@ -206,18 +195,10 @@ class RolloutStats:
         entry = self._states[state_hash]
         entry["skips"] += 1
         if entry["skips"] > self.skip_threshold:
-            self.forget(state_hash)
-
-    def forget(self, state_hash: str) -> None:
-        """Forget a state, so that it is tested again."""
-        self._states.pop(state_hash, None)
+            del self._states[state_hash]
 
     def write(self) -> None:
-        """Replace the file at once: a kill at any moment leaves the old one or the new one, whole.
-
-        Raises:
-            RunDirError: when the file cannot be written.
-        """
+        """Replace the file at once: a kill at any moment leaves the old one or the new one, whole."""
         if self.path is None:
             return
         try:
@@ -235,11 +216,7 @@ class RolloutStats:
 
 
 def read_statistics(path: Path) -> dict[str, dict[str, Any]]:
-    """Read a file of ``RolloutStats``.
-
-    Raises:
-        ConfigError: when it holds anything else.
-    """
+    """Read a file of ``RolloutStats``; a ConfigError when it holds anything else."""
     try:
         return {name: _checked_entry(entry) for name, entry in json.loads(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:

@@ -26,9 +26,6 @@ class Camera:
         fast: leave out shadows and antialiasing.
         reflections: render reflections although ``fast`` is set.
         hidden_groups: groups of geoms that are left out.
-
-    Raises:
-        EnvError: when this machine cannot render.
     """
 
     def __init__(

@@ -59,18 +59,11 @@ def check_env(env: VecEnv, num_steps: int = 200, seed: int = 0) -> list[str]:
 
 def _check_spaces(env: VecEnv) -> list[str]:
     problems = []
-    if not _is_box_or_dict(env.observation_space):
+    if not all(isinstance(part, spaces.Box) for part in _leaves(env.observation_space, "").values()):
         problems.append(f"observation_space must be a Box or a Dict of Boxes, it is {env.observation_space}.")
-    kinds = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
-    if not isinstance(env.action_space, kinds):
+    if not isinstance(env.action_space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
         problems.append(f"action_space must be Box, Discrete, MultiDiscrete or MultiBinary, it is {env.action_space}.")
     return problems
-
-
-def _is_box_or_dict(space: Any) -> bool:
-    if isinstance(space, spaces.Dict):
-        return all(_is_box_or_dict(part) for part in space.spaces.values())
-    return isinstance(space, spaces.Box)
 
 
 def _random_action(env: VecEnv, generator: torch.Generator) -> Tensor:
@@ -78,8 +71,7 @@ def _random_action(env: VecEnv, generator: torch.Generator) -> Tensor:
     space = env.action_space
     match space:
         case spaces.Box():
-            low = torch.as_tensor(np.maximum(space.low, -1e6).ravel(), dtype=torch.float32)
-            high = torch.as_tensor(np.minimum(space.high, 1e6).ravel(), dtype=torch.float32)
+            low, high = (torch.as_tensor(bound.ravel(), dtype=torch.float32) for bound in (space.low, space.high))
             low, high = torch.where(low > -1e6, low, -1.0), torch.where(high < 1e6, high, 1.0)
             action = low + (high - low) * torch.rand(env.num_envs, len(low), generator=generator)
             return action.to(env.device)
@@ -93,18 +85,11 @@ def _random_action(env: VecEnv, generator: torch.Generator) -> Tensor:
     return torch.cat(columns, dim=1).to(env.device)
 
 
-def _leaves(obs: Any, name: str) -> dict[str, Tensor]:
-    """The tensors of an observation by their path."""
-    if isinstance(obs, TensorDictBase | dict):
-        return {path: x for key, part in obs.items() for path, x in _leaves(part, f"{name}[{key!r}]").items()}
-    return {name: obs}
-
-
-def _space_leaves(space: Any, name: str) -> dict[str, spaces.Box]:
-    if isinstance(space, spaces.Dict):
-        parts = space.spaces.items()
-        return {path: x for key, part in parts for path, x in _space_leaves(part, f"{name}[{key!r}]").items()}
-    return {name: space}
+def _leaves(tree: Any, name: str) -> dict[str, Any]:
+    """The tensors of an observation, or the spaces of a space, by their path."""
+    if isinstance(tree, TensorDictBase | dict | spaces.Dict):
+        return {path: x for key, part in tree.items() for path, x in _leaves(part, f"{name}[{key!r}]").items()}
+    return {name: tree}
 
 
 def _outside(x: Tensor, space: spaces.Box) -> str | None:
@@ -182,8 +167,7 @@ class _Check:
                 action.copy_(given)
             self.step(step)
             trace.append(_copy_step(step))
-            n = len(trace[0])
-            self.observations_differ |= not _same(trace[-1][:n], trace[0])
+            self.observations_differ |= not _same(trace[-1][: len(trace[0])], trace[0])
         return trace
 
     def tensor(self, x: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> bool:
@@ -202,7 +186,7 @@ class _Check:
 
     def observation(self, obs: Any, where: str, name: str) -> bool:
         """Check an observation against ``observation_space``."""
-        found, wanted = _leaves(obs, name), _space_leaves(self.env.observation_space, name)
+        found, wanted = _leaves(obs, name), _leaves(self.env.observation_space, name)
         if found.keys() != wanted.keys():
             self.add(f"{where} must return {sorted(wanted)} as observation_space says, not {sorted(found)}.")
             return False
@@ -250,13 +234,11 @@ class _Check:
         if step.final_obs is None:
             self.add("An episode ended without final_obs; return it, or set gives_final_obs to False.")
             return
-        N = self.env.num_envs
         obs, final = _leaves(step.obs, "").values(), _leaves(step.final_obs, "").values()
-        rows = ended.to(self.env.device)
-        shapes = [x.shape for x in obs] == [x.shape for x in final]
-        if not shapes or any(len(x) != N for x in final):
+        if [x.shape for x in obs] != [x.shape for x in final]:
             self.add("final_obs must have the keys and shapes of obs.")
             return
+        rows = ended.to(self.env.device)
         if not all(x[rows].isfinite().all() for x in final):
             self.add("final_obs has values that are not finite.")
         if any(_share_memory(a, b) for a, b in zip(obs, final, strict=True)):
@@ -300,11 +282,10 @@ class _Check:
     def repeats(self, first: list[list[Tensor]], seed: int, actions: Sequence[Tensor]) -> None:
         """Run again with the same seed and compare."""
         again = self.run(seed, actions)
-        for t, (a, b) in enumerate(zip(first, again, strict=True)):
-            if not _same(a, b):
-                where = "reset" if t == 0 else f"step {t}"
-                self.add(f"The same seed and actions gave another result, first at {where}.")
-                return
+        differs = [not _same(a, b) for a, b in zip(first, again, strict=True)]
+        if any(differs):
+            where = f"step {t}" if (t := differs.index(True)) else "reset"
+            self.add(f"The same seed and actions gave another result, first at {where}.")
 
     def restores(self, actions: Sequence[Tensor]) -> None:
         """Save, go on, go back, and go on again."""
@@ -315,8 +296,7 @@ class _Check:
         file = io.BytesIO()
         try:
             torch.save(state, file)
-            file.seek(0)
-            torch.load(file, weights_only=True)
+            torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         except Exception as error:
             self.add(f"state_dict holds what torch.load(weights_only=True) refuses: {error}")
         trace = [_copy_step(env.step(action)) for action in actions]

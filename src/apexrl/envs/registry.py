@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -29,24 +30,16 @@ SIMULATORS: dict[str, Callable[..., VecEnv]] = {
 
 
 def as_vec_env(env: Any) -> VecEnv:
-    """Return ``env`` as a ``VecEnv``: as it is, or wrapped when it speaks the dialect of rsl_rl.
-
-    Raises:
-        EnvError: for anything else, with what to do instead.
-    """
+    """Return ``env`` as a ``VecEnv``: as it is, or wrapped when it speaks the dialect of rsl_rl; refuse others."""
     if isinstance(env, VecEnv):
         return env
     if is_rsl_env(env):
         return wrapper_of(env)
     if isinstance(env, gym.Env | gym.vector.VectorEnv):
-        raise EnvError(
-            f"{type(env).__name__} is one of Gymnasium's own environments. Pass the functions that make it, "
-            "GymVecEnv([make, make, ...]), or its name, make_env(id, num_envs)."
-        )
-    raise EnvError(
-        f"{type(env).__name__} is not an environment: it needs to be a VecEnv, or to have num_envs, "
-        "num_actions, get_observations() and step(actions) as those of rsl_rl have."
-    )
+        advice = "Pass the functions that make it, GymVecEnv([make, make, ...]), or its name, make_env(id, num_envs)."
+        raise EnvError(f"{type(env).__name__} is one of Gymnasium's own environments. {advice}")
+    needed = "a VecEnv, or to have num_envs, num_actions, get_observations() and step(actions) as those of rsl_rl have"
+    raise EnvError(f"{type(env).__name__} is not an environment: it needs to be {needed}.")
 
 
 def get_metric_specs_from_env(env: Any) -> dict[str, MetricSpec]:
@@ -77,43 +70,32 @@ def make_env(
     Raises:
         EnvError: for an unknown name, with the nearest known one, or when a package is missing.
     """
-    env = _make_env(id, num_envs, device, num_workers, metrics, kwargs)
-    declared = {spec.name: {"reduce": spec.reduce, "group": spec.group, "event": spec.event} for spec in metrics}
-    env.made_from = {"id": id, "kwargs": kwargs, "metrics": declared}
-    return env
-
-
-def _make_env(
-    id: str,
-    num_envs: int,
-    device: torch.device | str,
-    num_workers: int,
-    metrics: Sequence[MetricSpec],
-    kwargs: Mapping[str, Any],
-) -> VecEnv:
     from apexrl.envs.tasks import TASKS  # only those who ask for a task load them all
 
-    fast = {f"mujoco/{name}": name for name in MUJOCO_TASKS}
+    makers: dict[str, Callable[..., VecEnv]] = {
+        **TASKS,
+        **{f"mujoco/{name}": functools.partial(MujocoVecEnv, name) for name in MUJOCO_TASKS},
+    }
     simulator, _, name = id.partition("/")
-    if id in TASKS or id in fast or simulator in SIMULATORS:
+    if simulator in SIMULATORS:
+        makers.setdefault(id, functools.partial(SIMULATORS[simulator], name))
+    if id in makers:
         if num_workers:
             raise EnvError(f"{id} runs all its environments at once and takes no workers; set num_workers to 0.")
         if metrics:
             names = [spec.name for spec in metrics]
             raise EnvError(f"{id} declares its metrics itself and takes no others; leave metrics {names} out.")
-    if id in TASKS:
-        task: VecEnv = TASKS[id](num_envs, device=device, **kwargs)
-        return task
-    if id in fast:
-        return MujocoVecEnv(fast[id], num_envs, device=device, **kwargs)
-    if simulator in SIMULATORS:
-        return SIMULATORS[simulator](name, num_envs, device=device, **kwargs)
-    if find_gym_id(id) is None:
+        env = makers[id](num_envs, device=device, **kwargs)
+    elif find_gym_id(id) is None:
         there = [f"{space}/{name}" for space in SIMULATORS if name]  # if such a simulator has it
-        hint = did_you_mean(id, [*TASKS, *fast, *gym.registry, *there])
         others = ", ".join(f"{space}/NAME" for space in ("mujoco", *SIMULATORS))
         raise EnvError(
-            f"There is no environment {id!r}.{hint} Tasks of the package: {', '.join(sorted(TASKS))}. "
-            f"Tasks of simulators: {others}."
+            f"There is no environment {id!r}.{did_you_mean(id, [*makers, *gym.registry, *there])} "
+            f"Tasks of the package: {', '.join(sorted(TASKS))}. Tasks of simulators: {others}."
         )
-    return GymVecEnv(gym_make_fns(id, num_envs, **kwargs), num_workers=num_workers, metrics=metrics, device=device)
+    else:
+        make_fns = gym_make_fns(id, num_envs, **kwargs)
+        env = GymVecEnv(make_fns, num_workers=num_workers, metrics=metrics, device=device)
+    declared = {spec.name: {"reduce": spec.reduce, "group": spec.group, "event": spec.event} for spec in metrics}
+    env.made_from = {"id": id, "kwargs": kwargs, "metrics": declared}
+    return env

@@ -56,15 +56,12 @@ class StepBuffers:
         step = self._ended if any_ended else self._running
         if self.device.type == "cpu":
             return step
-        return EnvStep(
-            obs=step.obs.to(self.device),
-            reward=step.reward.to(self.device),
-            terminated=step.terminated.to(self.device),
-            truncated=step.truncated.to(self.device),
-            final_obs=None if step.final_obs is None else step.final_obs.to(self.device),
-            metric={name: value.to(self.device) for name, value in step.metric.items()},
-            info={name: value.to(self.device) for name, value in step.info.items()},
-        )
+        return EnvStep(*(self._to_device(part) for part in step))
+
+    def _to_device(self, part: Any) -> Any:
+        if isinstance(part, dict):
+            return {name: value.to(self.device) for name, value in part.items()}
+        return None if part is None else part.to(self.device)
 
 
 def _tensors(tree: Tree, num_envs: int) -> Observation:

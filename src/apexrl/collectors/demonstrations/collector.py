@@ -6,7 +6,6 @@ import torch
 from tensordict import TensorDict
 
 from apexrl.collectors.base import BaseCollector
-from apexrl.core.metrics import EpisodeMetrics
 
 
 class DemoCollector(BaseCollector):
@@ -19,7 +18,6 @@ class DemoCollector(BaseCollector):
 
     def __init__(self, samples: TensorDict, batch_size: int) -> None:
         self.samples, self.batch_size = samples, batch_size
-        self.episode_metrics = EpisodeMetrics()
 
     def steps_in(self, batch: TensorDict) -> int:
         """Return 0: nothing was simulated."""

@@ -13,6 +13,8 @@ One file a task, ``<task>_demo.hdf5``::
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -29,6 +31,7 @@ from numpy.typing import NDArray
 from apexrl.collectors.demonstrations.samples import SUFFIX, hdf5
 from apexrl.core.errors import ConfigError, EnvError
 from apexrl.core.system import files
+from apexrl.envs.options import check_at_least
 from apexrl.envs.suites.base import Simulator, TaskSuite
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ Plans: TypeAlias = Sequence[Mapping[int, NDArray[np.float32]]]
 """For each task, by the number of the training state, actions ``[n, A]`` that lead to the goal."""
 NO_PLAN = np.zeros((0, 0), np.float32)
 """Of a state from which the goal was not reached."""
+_OTHER_TASKS = "leave the task out (--tasks), raise its horizon ({}; --horizon), or begin with another state (--start)."
 
 
 class Recorded(NamedTuple):
@@ -89,16 +93,18 @@ def record_demos(
         ConfigError: for impossible numbers.
         EnvError: when a suite has no experts, or an expert solves a task from none of its training states.
     """
-    if per_task < 1:
-        raise ConfigError(f"per_task must be at least 1, got {per_task}.")
-    if num_workers < 0 or start < 0:
-        raise ConfigError(f"num_workers and start must not be negative, got {num_workers} and {start}.")
+    check_at_least("", 1, per_task=per_task)
+    check_at_least("", 0, num_workers=num_workers, start=start)
     if plans is not None:
         _check_plans(suite, plans)
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
+    plans_of = [None] * suite.num_tasks if plans is None else plans
+    jobs = [
+        functools.partial(_record_task, suite, task_id, directory, per_task, start, plans_of[task_id])
+        for task_id in range(suite.num_tasks)
+    ]
     results: dict[str, Recorded] = {}
-    plans_of: Sequence[Mapping[int, NDArray[np.float32]] | None] = [None] * suite.num_tasks if plans is None else plans
 
     def done(task_id: int, recorded: Recorded) -> None:
         results[suite.task_names[task_id]] = recorded
@@ -106,19 +112,17 @@ def record_demos(
             on_progress(suite.task_names[task_id], recorded)
 
     if num_workers == 0 and not suite.renders:
-        for task_id in range(suite.num_tasks):
-            done(task_id, _record_task(suite, task_id, directory, per_task, start, plans_of[task_id]))
+        for task_id, job in enumerate(jobs):
+            done(task_id, job())
     else:
-        _record_in_processes(suite, directory, per_task, start, plans_of, num_workers, done)
+        _record_in_processes(suite, directory, jobs, num_workers, done)
     return {name: results[name] for name in suite.task_names}
 
 
 def _record_in_processes(
     suite: TaskSuite,
     directory: Path,
-    per_task: int,
-    start: int,
-    plans_of: Sequence[Mapping[int, NDArray[np.float32]] | None],
+    jobs: Sequence[Callable[[], Recorded]],
     num_workers: int,
     done: Callable[[int, Recorded], None],
 ) -> None:
@@ -130,10 +134,7 @@ def _record_in_processes(
         try:
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # processes begin with what is blocked
             try:
-                tasks = {
-                    pool.submit(_record_task, suite, task_id, directory, per_task, start, plans_of[task_id]): task_id
-                    for task_id in range(suite.num_tasks)
-                }
+                tasks = {pool.submit(job): task_id for task_id, job in enumerate(jobs)}
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             for future in as_completed(tasks):
@@ -146,9 +147,7 @@ def _record_in_processes(
                 _unfinished(directory / f"{name}{SUFFIX}").unlink(missing_ok=True)
             raise
         except BrokenProcessPool as error:
-            raise EnvError(
-                f"A process that recorded '{suite.name}' died; use fewer workers (--num-workers)."
-            ) from error
+            raise EnvError(f"A process that recorded '{suite.name}' died; use fewer (--num-workers).") from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -157,15 +156,12 @@ def _check_plans(suite: TaskSuite, plans: Plans) -> None:
     """Raise before a file is replaced."""
     shapes = {plan.shape[1:] for of_task in plans for plan in of_task.values()}
     if len(plans) != suite.num_tasks or shapes - {suite.action_space.shape}:
-        raise ConfigError(
-            f"record_demos needs plans for {suite.num_tasks} tasks with actions {suite.action_space.shape}, got "
-            f"{len(plans)} with {sorted(shapes)}."
-        )
+        needed = f"{suite.num_tasks} tasks with actions {suite.action_space.shape}"
+        raise ConfigError(f"record_demos needs plans for {needed}, got {len(plans)} with {sorted(shapes)}.")
     if empty := [name for name, of_task in zip(suite.task_names, plans, strict=True) if not of_task]:
         raise EnvError(
-            f"The policy reached the goal of {', '.join(empty)} from none of the training states it began with; leave "
-            f"the task out (--tasks), give it more time ({suite.horizon} control steps; --horizon), begin with "
-            "another state (--start), or train it longer."
+            f"The policy reached the goal of {', '.join(empty)} from none of the training states it began with; train "
+            f"it longer, or {_OTHER_TASKS.format(suite.horizon)}"
         )
 
 
@@ -181,8 +177,7 @@ def _record_task(
     name = suite.task_names[task_id]
     demos: list[_Demo] = []
     failures = 0
-    simulator = suite.make_simulator(task_id)
-    try:
+    with contextlib.closing(suite.make_simulator(task_id)) as simulator:
         for number, init_state in enumerate(suite.init_states(task_id, "train")[start:], start):
             demo = _demonstrate(suite, simulator, init_state, None if plans is None else plans.get(number, NO_PLAN))
             if demo is None:
@@ -191,15 +186,10 @@ def _record_task(
                 demos.append(demo)
             if len(demos) == per_task:
                 break
-    except NotImplementedError as error:
-        raise EnvError(f"'{suite.name}' has no scripted experts; use demonstrations recorded elsewhere.") from error
-    finally:
-        simulator.close()
     if not demos:
         raise EnvError(
             f"The expert of '{name}' reached its goal from none of {failures} training states (beginning with number "
-            f"{start}); leave the task out (--tasks), raise its horizon ({suite.horizon}; --horizon), or begin with "
-            "another state (--start)."
+            f"{start}); {_OTHER_TASKS.format(suite.horizon)}"
         )
     target = directory / f"{name}{SUFFIX}"
     _write_file(target, suite, task_id, demos, "expert" if plans is None else "policy")
@@ -218,7 +208,11 @@ def _demonstrate(
     for step in range(suite.horizon if plan is None else len(plan)):
         seen.append({name: np.array(value) for name, value in simulator.observe().items()})
         states.append(np.array(simulator.state()))
-        action = simulator.expert_action() if plan is None else plan[step]
+        try:
+            action = simulator.expert_action() if plan is None else plan[step]
+        except NotImplementedError as error:
+            advice = "use demonstrations recorded elsewhere"
+            raise EnvError(f"'{suite.name}' has no scripted experts; {advice}.") from error
         actions.append(np.clip(action, low, high).astype(np.float32))
         if simulator.advance(actions[-1]):
             obs = {name: np.stack([step[name] for step in seen]) for name in seen[0]}
@@ -260,10 +254,8 @@ def _write_demo(group: h5py.Group, demo: _Demo) -> None:
     last[-1] = 1
     group.attrs["num_samples"] = count
     group.attrs["init_state"] = demo.init_state
-    group.create_dataset("actions", data=demo.actions)
-    group.create_dataset("states", data=demo.states)
-    group.create_dataset("rewards", data=last)
-    group.create_dataset("dones", data=last)
+    for name, values in (("actions", demo.actions), ("states", demo.states), ("rewards", last), ("dones", last)):
+        group.create_dataset(name, data=values)
     for name, values in demo.obs.items():
         # Pictures differ little from one step to the next; vectors are too small to gain.
         options = {"compression": "gzip", "compression_opts": 1} if values.dtype == np.uint8 else {}

@@ -21,6 +21,7 @@ from apexrl.core.errors import ApexRLError, ConfigError
 from apexrl.core.instructions import encode_instruction
 from apexrl.core.observations import is_picture
 from apexrl.core.types import ACTION, INSTRUCTION_KEY, OBSERVATION, STATE_KEY, TASK_ID
+from apexrl.envs.options import check_at_least
 from apexrl.envs.suites.base import TaskSuite
 from apexrl.policies.vla import VALID_STEPS
 
@@ -36,11 +37,7 @@ LIBERO_PICTURE = "{}_rgb"
 
 
 def load_demos(
-    path: Path | str,
-    space: TaskSuite | gym.spaces.Dict,
-    chunk: int,
-    *,
-    per_task: int | None = None,
+    path: Path | str, space: TaskSuite | gym.spaces.Dict, chunk: int, *, per_task: int | None = None
 ) -> TensorDict:
     """Read demonstrations as samples, one for every control step.
 
@@ -64,8 +61,7 @@ def load_demos(
     Raises:
         ConfigError: names the file and the dataset that is missing or does not fit.
     """
-    if chunk < 1 or (per_task is not None and per_task < 1):
-        raise ConfigError(f"chunk and per_task must be at least 1, got {chunk} and {per_task}.")
+    check_at_least("", 1, chunk=chunk, per_task=per_task)
     suite = space if isinstance(space, TaskSuite) else None
     groups = suite.observation_space if suite is not None else space
     assert isinstance(groups, gym.spaces.Dict)
@@ -91,8 +87,7 @@ def load_demos(
             with _naming(demo.file):
                 part = _samples(demo, wanted, chunk)
             part[DEMO_ID] = torch.full((len(part), 1), demo_id)
-            if not filled:
-                samples = part.new_empty(torch.Size([total]))
+            samples = samples if filled else part.new_empty(torch.Size([total]))
             samples[filled : filled + len(part)] = part
             filled += len(part)
     return samples
@@ -120,15 +115,13 @@ def _files(path: Path, suite: TaskSuite | None) -> Iterator[tuple[int, Path]]:
     found = sorted(path.glob("*.hdf5")) if path.is_dir() else []
     if not found:
         raise ConfigError(f"{path} holds no demonstrations (*.hdf5); record some with 'apexrl demos'.")
-    if suite is None:
-        yield from enumerate(found)
-        return
-    for task_id, name in enumerate(suite.task_names):
-        file = path / f"{name}{SUFFIX}"
+    if suite is not None:
+        found = [path / f"{name}{SUFFIX}" for name in suite.task_names]
+    for task_id, file in enumerate(found):
         if not file.is_file():
             raise ConfigError(
-                f"{path} has no demonstrations of '{name}' ({file.name}); record them with 'apexrl demos', "
-                "or leave the task out of task.task_names_to_use."
+                f"{path} has no demonstrations of '{file.name.removesuffix(SUFFIX)}' ({file.name}); record them with "
+                "'apexrl demos', or leave the task out of task.task_names_to_use."
             )
         yield task_id, file
 
@@ -157,12 +150,10 @@ def _naming(file: Path) -> Iterator[None]:
 
 def _demo_groups(content: h5py.File, file: Path) -> list[h5py.Group]:
     """Return the demonstrations of a file in the order of their numbers."""
-    data = content.get("data")
-    kind = hdf5().Group
+    data, kind = content.get("data"), hdf5().Group
     names = [name for name in data if name.startswith("demo")] if isinstance(data, kind) else []
-    demos = [data[name] for name in sorted(names, key=lambda name: (len(name), name))]
-    demos = [demo for demo in demos if isinstance(demo, kind)]
-    if not demos:
+    found = [data[name] for name in sorted(names, key=lambda name: (len(name), name))]
+    if not (demos := [demo for demo in found if isinstance(demo, kind)]):
         raise ConfigError(f"{file} has no group 'data/demo_0': it is not in the layout of robomimic and LIBERO.")
     return demos
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,25 +17,15 @@ import torch
 from tensordict import TensorDict
 
 from apexrl.collectors.base import BaseCollector, SyncCollector, WarmUp
-from apexrl.collectors.ray.session import (
-    Arrays,
-    Weights,
-    load_weights,
-    pack,
-    portable,
-    seed_everything,
-    side_by_side_arrays,
-    weights_of,
-)
+from apexrl.collectors.ray import session
 from apexrl.collectors.ray.workers import RayWorkers
 from apexrl.core.errors import ConfigError
 from apexrl.core.metrics import EpisodeMetrics, MetricSpec, aggregate_metrics, fold_episodes
 from apexrl.core.system.seeding import ENV, POLICY, spawn_seed
 from apexrl.core.types import DONE, NEXT_OBSERVATION, NEXT_VALUE, POLICY_VERSION, REWARD, VALUE
 from apexrl.envs.base import VecEnv
+from apexrl.envs.options import check_at_least
 from apexrl.policies.base import Policy
-
-LOSS = "the rollout it was collecting is lost, and a new worker starts new episodes in its place."
 
 
 class RayCollector(BaseCollector):
@@ -53,12 +45,12 @@ class RayCollector(BaseCollector):
     last collector. Each worker draws from a seed of its own, and which weights collect which rollout does not depend
     on speed: as long as no worker dies, a run repeats.
 
+    Other arguments are those of ``SyncCollector``.
+
     Args:
         make_env: makes the environments of one worker, all of the same number; must be picklable.
         policy: its weights are published.
-        device: where the batch is handed over; the policy's device when not given.
         num_workers: actors.
-        keep: keys of the batch besides ``policy_version``; None keeps everything that on-policy learning can use.
         seed: of the first episodes; None draws one.
         max_staleness: how many versions old a rollout is when it is handed out, at most.
         rollout_timeout: seconds to wait for a rollout before its worker is replaced.
@@ -84,29 +76,22 @@ class RayCollector(BaseCollector):
         worker_options: Mapping[str, Any] | None = None,
         on_message: Callable[[str], None] | None = None,
     ) -> None:
-        if max_staleness < 0:
-            raise ConfigError(f"RayCollector.max_staleness must be at least 0, got {max_staleness}.")
-        self._workers = RayWorkers(
-            _Actor,
-            num_workers,
-            timeout=rollout_timeout,
-            options=worker_options,
-            on_message=on_message,
-            owner="RayCollector",
-        )
+        check_at_least("RayCollector.", 0, max_staleness=max_staleness)
+        tell = on_message or logging.getLogger("apexrl").warning
+        self._workers = RayWorkers(_Actor, num_workers, rollout_timeout, worker_options, tell)
         self.policy, self.max_staleness = policy, max_staleness
         self.device = torch.device(device) if device is not None else policy.device
         self.wants_value = keep is None or VALUE in keep
-        self.episode_metrics = EpisodeMetrics()
         self._version, self._n_steps, self._dropped = -1, 0, 0
-        self._num_taken, self._age_sum, self._seconds_sum = 0, 0, 0.0
-        """Of the rollouts handed out since ``metrics``."""
+        self._ages: list[int] = []
+        self._seconds: list[float] = []
+        """Of the rollouts handed out since ``metrics``: their age in versions, and what they took."""
         self._failure: BaseException | None = None
         self._warm_up = WarmUp()
         self._told_of_state = False
         self._places = [_Place(index) for index in range(num_workers)]
         try:
-            factory, sent = self._put(make_env, "make_env"), self._put(portable(policy), "policy")
+            factory, sent = self._put(make_env, "make_env"), self._put(session.portable(policy), "policy")
             self._weights = sent  # until the first collect
             self._describe(self._workers.start(factory, sent, None if keep is None else frozenset(keep)))
         except BaseException:
@@ -139,26 +124,21 @@ class RayCollector(BaseCollector):
             Exception: what an environment or the policy raised in a worker; also at every later call.
         """
         self._raise_if_over()
-        warm_up_ends = self._warm_up.ends(self.policy)
-        if (
-            warm_up_ends
-            or reset
-            or n_steps != self._n_steps
-            or self._version - self._oldest_order() >= self.max_staleness
-        ):
+        oldest = min((place.orders[0].version for place in self._places if place.orders), default=self._version)
+        is_stale = self._version - oldest >= self.max_staleness
+        if self._warm_up.ends(self.policy) or reset or n_steps != self._n_steps or is_stale:
             self._drop_all()
         if reset:
             self._start_over()
         self._n_steps = n_steps
         self._version += 1
-        self._weights = self._put(weights_of(self.policy), "weights")
+        self._weights = self._put(session.weights_of(self.policy), "weights")
         for place in self._places:
             while len(place.orders) <= self.max_staleness:
                 self._order(place)
         rollouts = self._take()
-        self._num_taken += len(rollouts)
-        self._age_sum += sum(self._version - rollout.version for rollout in rollouts)
-        self._seconds_sum += sum(rollout.seconds for rollout in rollouts)
+        self._ages += [self._version - rollout.version for rollout in rollouts]
+        self._seconds += [rollout.seconds for rollout in rollouts]
         batch = self._fold(rollouts)
         self.policy.eval()
         batch = batch.to(self.policy.device)
@@ -176,10 +156,9 @@ class RayCollector(BaseCollector):
         ``collect/dropped``: rollouts that died with their workers, and that were collected in vain, so far.
         """
         numbers = {"collect/lost_rollouts": float(self._workers.lost), "collect/dropped": float(self._dropped)}
-        if self._num_taken:
-            numbers["collect/staleness"] = self._age_sum / self._num_taken
-            numbers["collect/worker_seconds"] = self._seconds_sum / self._num_taken
-            self._num_taken, self._age_sum, self._seconds_sum = 0, 0, 0.0
+        if self._ages:
+            numbers |= {"collect/staleness": fmean(self._ages), "collect/worker_seconds": fmean(self._seconds)}
+            self._ages, self._seconds = [], []
         return numbers
 
     def follow(self, policy: Policy) -> None:
@@ -189,7 +168,7 @@ class RayCollector(BaseCollector):
             self._drop_all()
             self.policy, self._warm_up = policy, WarmUp()
             factory, _, keep = self._workers.arguments
-            sent = self._put(portable(policy), "policy")
+            sent = self._put(session.portable(policy), "policy")
             self._workers.arguments = factory, sent, keep
             for actor in self._workers.actors:
                 actor.follow.remote(sent)
@@ -239,10 +218,8 @@ class RayCollector(BaseCollector):
             raise ConfigError(f"make_env must always make the same number, got {[d.num_envs for d in found]}.")
         self._envs_per_worker: int = found[0].num_envs
         if not found[0].gives_final_obs:
-            warnings.warn(
-                f"{found[0].name} hides the last state of an episode; values at time limits use the last visible one.",
-                stacklevel=3,
-            )
+            hidden = "hides the last state of an episode; values at time limits use the last visible one."
+            warnings.warn(f"{found[0].name} {hidden}", stacklevel=3)
 
     def _plan_start(self, seed: int) -> None:
         self.seed = seed
@@ -266,14 +243,11 @@ class RayCollector(BaseCollector):
         ref = self._workers.actors[place.index].collect.remote(self._n_steps, self._version, self._weights, seed)
         place.orders.append(_Order(ref, self._version))
 
-    def _oldest_order(self) -> int:
-        return min((place.orders[0].version for place in self._places if place.orders), default=self._version)
-
     def _take(self) -> list[_ActorRollout]:
         """Wait for the oldest order of every worker, and replace workers that die meanwhile."""
         refs = {place.index: place.orders[0].ref for place in self._places}
         try:
-            found = self._workers.gather(refs, self._order_again, LOSS)
+            found = self._workers.gather(refs, self._order_again)
         except Exception as error:
             self._failure = error
             raise
@@ -286,9 +260,8 @@ class RayCollector(BaseCollector):
         place = self._places[index]
         self._cut(slice(index * self._envs_per_worker, (index + 1) * self._envs_per_worker))
         place.starts_over = True
-        num_orders = len(place.orders)
-        place.orders.clear()
-        for _ in range(num_orders):
+        lost, place.orders = place.orders, deque()
+        for _ in lost:
             self._order(place)
         return place.orders[0].ref
 
@@ -307,7 +280,7 @@ class RayCollector(BaseCollector):
 
     def _fold(self, rollouts: list[_ActorRollout]) -> TensorDict:
         """Join rollouts over their environments, and count the episodes that ended."""
-        batch = side_by_side_arrays([rollout.arrays for rollout in rollouts])
+        batch = session.side_by_side_arrays([rollout.arrays for rollout in rollouts])
         versions = torch.tensor([rollout.version for rollout in rollouts]).repeat_interleave(self._envs_per_worker)
         batch[POLICY_VERSION] = versions.view(1, -1, 1).repeat(batch.shape[0], 1, 1)
         # Workers find metrics at different times.
@@ -355,7 +328,7 @@ class _Description(NamedTuple):
 class _ActorRollout(NamedTuple):
     version: int
     seconds: float
-    arrays: Arrays
+    arrays: session.Arrays
     metric_specs: dict[str, MetricSpec]
 
 
@@ -384,12 +357,14 @@ class _Actor:
         self.policy = copy.deepcopy(policy)
         self.collector.follow(self.policy)
 
-    def collect(self, n_steps: int, version: int, weights: Weights, seed: int | None) -> _ActorRollout:
+    def collect(self, n_steps: int, version: int, weights: session.Weights, seed: int | None) -> _ActorRollout:
         collector, begin = self.collector, time.perf_counter()
-        load_weights(self.policy, weights)
+        session.load_weights(self.policy, weights)
         if seed is not None:
-            seed_everything(spawn_seed(seed, POLICY))
+            session.seed_everything(spawn_seed(seed, POLICY))
             collector.restart(spawn_seed(seed, ENV))
             collector.start()
         batch = collector.take_steps(n_steps)
-        return _ActorRollout(version, time.perf_counter() - begin, pack(batch), dict(collector.env.metric_specs))
+        return _ActorRollout(
+            version, time.perf_counter() - begin, session.pack(batch), dict(collector.env.metric_specs)
+        )

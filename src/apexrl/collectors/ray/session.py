@@ -73,7 +73,7 @@ class RaySession:
             address="local",
             num_cpus=max(num_workers, os.cpu_count() or 1),
             include_dashboard=False,
-            object_store_memory=min(OBJECT_STORE_BYTES, _memory_bytes() // 5),
+            object_store_memory=min(OBJECT_STORE_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 5),
             # Ray gives its workers way to everything else by default; the learner waits for these.
             _system_config={"worker_niceness": 0},
             **quiet,
@@ -84,11 +84,8 @@ class RaySession:
         """Say what each actor with these options needs, and what the cluster has of it."""
         needs = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), **options.get("resources", {})}
         total, free = self._ray.cluster_resources(), self._ray.available_resources()
-        parts = [
-            f"{number:g} {name} ({free.get(name, 0):g} of {total.get(name, 0):g} free)"
-            for name, number in needs.items()
-            if number
-        ]
+        has = {name: f"{free.get(name, 0):g} of {total.get(name, 0):g} free" for name in needs}
+        parts = [f"{number:g} {name} ({has[name]})" for name, number in needs.items() if number]
         return f"Each needs {' and '.join(parts)}."
 
     def put(self, value: Any, name: str) -> Any:
@@ -96,10 +93,8 @@ class RaySession:
         try:
             return self._ray.put(value)
         except TypeError as error:
-            raise ConfigError(
-                f"{name} cannot be sent to Ray workers: {first_line(error)} "
-                "Use a function of a module, or functools.partial of one."
-            ) from error
+            advice = "Use a function of a module, or functools.partial of one."
+            raise ConfigError(f"{name} cannot be sent to Ray workers: {first_line(error)} {advice}") from error
 
     def kill(self, actor: Any) -> None:
         """End an actor at once, if it is not dead already."""
@@ -187,8 +182,7 @@ def _array(value: Tensor) -> NDArray[Any]:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of a message that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _check_reachable(address: str) -> None:
@@ -202,7 +196,3 @@ def _check_reachable(address: str) -> None:
         raise ConfigError(
             f"There is no Ray at RAY_ADDRESS={address}: {error}. Start it there with 'ray start --head', or unset it."
         ) from error
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

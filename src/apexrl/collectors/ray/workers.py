@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 from apexrl.collectors.ray.session import RaySession, first_line
 from apexrl.core.errors import ConfigError, EnvError
+from apexrl.envs.options import check_at_least
 
 MAX_LOST_ACTORS = 3
 """Workers lost in a row, in the same place and without a result between them, that end the run."""
@@ -29,28 +29,21 @@ class RayWorkers:
         num_workers: places.
         timeout: seconds without a result after which a worker counts as hanging.
         options: what Ray should know of an actor, such as ``num_cpus`` (1 when not given).
-        on_message: told which workers are lost, and what they wait for; the log when not given.
-        owner: its name, for messages.
-
-    Raises:
-        ConfigError: when Ray is not installed or not there, or an option is impossible.
+        on_message: told which workers are lost, and what they wait for.
     """
 
     def __init__(
         self,
         kind: type,
         num_workers: int,
-        *,
         timeout: float,
         options: Mapping[str, Any] | None,
-        on_message: Callable[[str], None] | None,
-        owner: str,
+        on_message: Callable[[str], None],
     ) -> None:
-        if num_workers < 1:
-            raise ConfigError(f"{owner}.num_workers must be at least 1, got {num_workers}.")
+        check_at_least("RayCollector.", 1, num_workers=num_workers)
         if timeout <= 0:
-            raise ConfigError(f"{owner}.rollout_timeout must be positive, got {timeout}.")
-        self.timeout, self.on_message = timeout, on_message or logging.getLogger("apexrl").warning
+            raise ConfigError(f"RayCollector.rollout_timeout must be positive, got {timeout}.")
+        self.timeout, self.on_message = timeout, on_message
         self.arguments: tuple[Any, ...] = ()
         """What the next actor is made with."""
         self.lost = 0
@@ -58,15 +51,11 @@ class RayWorkers:
         self.actors: list[Any] = []
         self.ray = RaySession(num_workers)
         self._options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **(options or {}), "max_restarts": 0}
-        self._kind, self._owner, self._deaths = kind, owner, [0] * num_workers
+        self._kind, self._deaths = kind, [0] * num_workers
         self._stop = weakref.finalize(self, self.ray.leave)
 
     def start(self, *arguments: Any) -> list[Any]:
-        """Make the actors and return what each ``describe`` says.
-
-        Raises:
-            EnvError: when they do not start, or do not make their environments in time.
-        """
+        """Make the actors and return what each ``describe`` says; an EnvError where they do not start in time."""
         self.arguments = arguments
         self.actors += [self._new_actor() for _ in self._deaths]
         self._wait_for_room(self.actors)
@@ -75,22 +64,14 @@ class RayWorkers:
         if late:
             raise EnvError(f"Only {len(ready)} of {len(refs)} Ray workers made environments in {self.timeout:g} s.")
         try:
-            found: list[Any] = self.ray.get(refs)
+            return list(self.ray.get(refs))
         except self.ray.lost_errors as error:
             raise EnvError(f"A Ray worker died while it started: {first_line(error)}") from error
-        return found
 
-    def gather(self, refs: Mapping[int, Any], again: Callable[[int], Any], loss: str) -> dict[int, Any]:
+    def gather(self, refs: Mapping[int, Any], again: Callable[[int], Any]) -> dict[int, Any]:
         """Wait for the result of each place, and replace workers that die or hang meanwhile.
 
-        Args:
-            refs: what is waited for, by place.
-            again: orders the result of a place once more, from its new worker, and returns what to wait for.
-            loss: what becomes of the work of a lost one, for the message.
-
-        Raises:
-            EnvError: when workers are lost again and again, or there is no room for a new one.
-            Exception: what an actor raised.
+        ``again`` orders the result of a place once more, from its new worker, and returns what to wait for.
         """
         waiting, found = dict(refs), dict[int, Any]()
         since = time.monotonic()
@@ -112,7 +93,7 @@ class RayWorkers:
             if time.monotonic() - since > self.timeout:
                 lost |= dict.fromkeys(waiting.keys() - lost.keys(), f"gave no rollout for {self.timeout:g} s")
             for place, what in lost.items():
-                self._replace(place, what, loss)
+                self._replace(place, what)
                 waiting[place] = again(place)
             if lost:
                 since = time.monotonic()
@@ -121,7 +102,7 @@ class RayWorkers:
     def require_open(self) -> None:
         """Raise when the actors have been ended."""
         if not self._stop.alive:
-            raise EnvError(f"The {self._owner} is closed.")
+            raise EnvError("The RayCollector is closed.")
 
     def close(self) -> None:
         """End the actors, also in the middle of their work."""
@@ -132,7 +113,7 @@ class RayWorkers:
     def _new_actor(self) -> Any:
         return self.ray.remote(self._kind).options(**self._options).remote(*self.arguments)
 
-    def _replace(self, place: int, what: str, loss: str) -> None:
+    def _replace(self, place: int, what: str) -> None:
         self.lost += 1
         self._deaths[place] += 1
         if self._deaths[place] >= MAX_LOST_ACTORS:
@@ -140,7 +121,9 @@ class RayWorkers:
                 f"{MAX_LOST_ACTORS} Ray workers in a row were lost in place {place}; the last one {what}. "
                 "Look into the messages of the simulator, or give each worker more memory or fewer environments."
             )
-        self.on_message(f"Ray worker {place} {what}: {loss}")
+        self.on_message(
+            f"Ray worker {place} {what}: the rollout it was collecting is lost, and a new worker starts new episodes."
+        )
         self.ray.kill(self.actors[place])
         self.actors[place] = self._new_actor()
         self._wait_for_room([self.actors[place]])
@@ -150,18 +133,13 @@ class RayWorkers:
         refs = [actor.__ray_ready__.remote() for actor in actors]
         least, most = START_SECONDS
         limit = min(max(self.timeout, least), most)
-        told, end = False, time.monotonic() + limit
-        while True:
-            left = end - time.monotonic()
-            ready, late = self.ray.wait(refs, num_returns=len(refs), timeout=max(0.0, min(ROOM_SECONDS, left)))
+        first = min(ROOM_SECONDS, limit)
+        for seconds, waited in ((first, first), (limit - first, limit)):
+            ready, late = self.ray.wait(refs, num_returns=len(refs), timeout=seconds)
             if not late:
                 return
-            found = f"{len(ready)} of {len(refs)} new Ray workers started"
-            room = self.ray.room(self._options)
-            if left <= ROOM_SECONDS:
-                raise EnvError(
-                    f"{found} within {limit:g} s. {room} Use fewer workers, or give the cluster another host."
-                )
-            if not told:
-                self.on_message(f"{found} within {ROOM_SECONDS:g} s. {room} Waiting for {left - ROOM_SECONDS:.0f} s.")
-                told = True
+            found = f"{len(ready)} of {len(refs)} new Ray workers started within {waited:g} s."
+            found = f"{found} {self.ray.room(self._options)}"
+            if waited < limit:
+                self.on_message(f"{found} Waiting for {limit - waited:.0f} s.")
+        raise EnvError(f"{found} Use fewer workers, or give the cluster another host.")

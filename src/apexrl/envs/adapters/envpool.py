@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.core.errors import EnvError, did_you_mean
+from apexrl.core.errors import EnvError
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.system.seeding import spawn_seed
 from apexrl.core.types import EnvStep, Observation
 from apexrl.envs.adapters.simulators import load_simulator, space_of
 from apexrl.envs.base import VecEnv
+from apexrl.envs.options import check_known
 from apexrl.envs.workers.gym_group import METRIC_KEYS, metric_names
 
 _INSTALL = "Install it with: pip install 'apexrl[envpool]'."
@@ -36,12 +37,14 @@ class EnvPoolVecEnv(VecEnv):
 
     Args:
         make: makes a pool with the given number of environments and seed, of the kind ``gymnasium``.
-        num_envs: N.
         device: where the tensors are wanted; envpool runs on the CPU.
 
     Raises:
         EnvError: when the pool has an action space that is not supported, or several players.
     """
+
+    metric_specs: Mapping[str, MetricSpec] = {}
+    """The metrics found in ``info``."""
 
     def __init__(self, make: Callable[[int, int], Any], num_envs: int, device: torch.device | str = "cpu") -> None:
         self.num_envs = num_envs
@@ -58,13 +61,8 @@ class EnvPoolVecEnv(VecEnv):
         obs, info = self._pool.reset()
         self.observation_space = space_of(self._observation(obs))
         first = {key: value[0] for key, value in info.items() if isinstance(value, np.ndarray) and value.ndim == 1}
-        self._metric_specs = {name: MetricSpec(name) for name in metric_names(first)}
-        self._metric_keys = {name: METRIC_KEYS.get(name, (name,)) for name in self._metric_specs}
-
-    @property
-    def metric_specs(self) -> Mapping[str, MetricSpec]:
-        """The metrics found in ``info``."""
-        return self._metric_specs
+        self.metric_specs = {name: MetricSpec(name) for name in metric_names(first)}
+        self._metric_keys = {name: METRIC_KEYS.get(name, (name,)) for name in self.metric_specs}
 
     def reset(self, seed: int | None = None) -> Observation:
         """Start a new episode everywhere; other seeds share no stream."""
@@ -91,7 +89,10 @@ class EnvPoolVecEnv(VecEnv):
             terminated=self._column(terminated, np.bool_),
             truncated=self._column(truncated & ~terminated, np.bool_),
             final_obs=final,
-            metric={name: self._column(self._metric(name, info), np.float32) for name in self._metric_specs},
+            metric={
+                name: self._column(next(info[key] for key in keys if key in info), np.float32)
+                for name, keys in self._metric_keys.items()
+            },
         )
 
     def spawn(self, num_envs: int) -> EnvPoolVecEnv:
@@ -124,37 +125,27 @@ class EnvPoolVecEnv(VecEnv):
             return TensorDict(groups, batch_size=[len(next(iter(groups.values())))], device=self.device)
         space = self._pool.observation_space
         if isinstance(space, spaces.Discrete):
-            return torch.nn.functional.one_hot(torch.from_numpy(raw).long(), int(space.n)).to(
-                self.device, torch.float32
-            )
+            one_hot = torch.nn.functional.one_hot(torch.from_numpy(raw).long(), int(space.n))
+            return one_hot.to(self.device, torch.float32)
         dtype = torch.uint8 if raw.dtype == np.uint8 and raw.ndim > 2 else torch.float32
         # Never memory of the pool, which is read-only and lives as long as its array.
         tensor = torch.tensor(raw, dtype=dtype, device=self.device)
         return tensor[:, None] if tensor.ndim == 1 else tensor
-
-    def _metric(self, name: str, info: Mapping[str, Any]) -> NDArray[Any]:
-        value: NDArray[Any] = next(info[key] for key in self._metric_keys[name] if key in info)
-        return value
 
     def _column(self, value: NDArray[Any], dtype: type[np.generic]) -> Tensor:
         return torch.from_numpy(value.astype(dtype).reshape(self.num_envs, 1)).to(self.device)
 
 
 def make_envpool(id: str, num_envs: int = 1, *, device: torch.device | str = "cpu", **kwargs: Any) -> EnvPoolVecEnv:
-    """Make a task of envpool by its name.
+    """Make a task of envpool by its name, such as ``"HalfCheetah-v5"`` or ``"Pong-v5"``.
 
-    Args:
-        id: for example ``"HalfCheetah-v5"`` or ``"Pong-v5"``.
-        num_envs: N.
-        device: where the tensors are wanted.
-        **kwargs: passed to ``envpool.make``: ``num_threads``, ``max_episode_steps``, options of the task, …
+    ``kwargs`` are passed to ``envpool.make``: ``num_threads``, ``max_episode_steps``, options of the task, …
 
     Raises:
         EnvError: when envpool is not installed or has no such task.
     """
     envpool = load_simulator("envpool", _INSTALL)
-    if id not in envpool.list_all_envs():
-        raise EnvError(f"envpool has no task {id!r}.{did_you_mean(id, envpool.list_all_envs())}")
+    check_known("envpool has no task", [id], envpool.list_all_envs())
 
     def make(size: int, seed: int) -> Any:
         return envpool.make(id, env_type="gymnasium", num_envs=size, seed=seed, **kwargs)

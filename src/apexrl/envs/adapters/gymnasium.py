@@ -25,15 +25,8 @@ from apexrl.core.types import EnvStep, Observation
 from apexrl.envs.base import VecEnv
 from apexrl.envs.display import MUJOCO_HINT, draw_without_display
 from apexrl.envs.step_buffers import StepBuffers
-from apexrl.envs.workers import gym_group
-from apexrl.envs.workers.gym_group import (
-    MAX_METRICS,
-    EnvGroup,
-    Found,
-    MakeFn,
-    map_tree,
-    users_frames,
-)
+from apexrl.envs.workers.arrays import map_tree
+from apexrl.envs.workers.gym_group import MAX_METRICS, EnvGroup, Found, MakeFn, StateError, users_frames
 from apexrl.envs.workers.gym_processes import Workers
 
 T = TypeVar("T")
@@ -60,6 +53,8 @@ class GymVecEnv(VecEnv):
     """
 
     own_seeds = True
+    metric_specs: Mapping[str, MetricSpec] = {}
+    """Those asked for, and those found in ``info`` so far."""
 
     def __init__(
         self,
@@ -76,27 +71,18 @@ class GymVecEnv(VecEnv):
         self.num_envs = len(make_fns)
         self.device = torch.device(device)
         self._make_fns = list(make_fns)
-        self._options: dict[str, Any] = {
-            "num_workers": num_workers,
-            "step_timeout": step_timeout,
-        }
-        group: EnvGroup | Workers
+        self._options: dict[str, Any] = {"num_workers": num_workers, "step_timeout": step_timeout}
+        self._group: EnvGroup | Workers
         if num_workers > 0:
-            group = Workers(self._make_fns, min(num_workers, self.num_envs), step_timeout)
+            self._group = Workers(self._make_fns, min(num_workers, self.num_envs), step_timeout)
         else:
-            group = _naming_errors("make", EnvGroup, self._make_fns)
-        self._group = group
-        self.observation_space, self.action_space = group.observation_space, group.action_space
-        self.max_episode_steps = group.max_episode_steps
-        self._metric_specs = specs = {spec.name: spec for spec in metrics or ()}
-        if len(specs) > MAX_METRICS:
-            raise EnvError(f"GymVecEnv takes at most {MAX_METRICS} metrics, got {len(specs)}.")
-        self._buffers = StepBuffers(group.allocate(list(specs)), specs, self.device)
-
-    @property
-    def metric_specs(self) -> Mapping[str, MetricSpec]:
-        """The metrics asked for, and those found in ``info`` so far."""
-        return self._metric_specs
+            self._group = _naming_errors("make", EnvGroup, self._make_fns)
+        self.observation_space, self.action_space = self._group.observation_space, self._group.action_space
+        self.max_episode_steps = self._group.max_episode_steps
+        self.metric_specs = {spec.name: spec for spec in metrics or ()}
+        if len(self.metric_specs) > MAX_METRICS:
+            raise EnvError(f"GymVecEnv takes at most {MAX_METRICS} metrics, got {len(self.metric_specs)}.")
+        self._buffers = StepBuffers(self._group.allocate(list(self.metric_specs)), self.metric_specs, self.device)
 
     def reset(self, seed: int | None = None) -> Observation:
         """Start a new episode everywhere; each environment from a stream of its own."""
@@ -121,35 +107,32 @@ class GymVecEnv(VecEnv):
     def _add_metrics(self, found: Found) -> None:
         """Give metrics that just appeared a row each, with what this step reported."""
         # A new dictionary: another thread may be reading the old one.
-        specs = dict(self._metric_specs)
+        specs = dict(self.metric_specs)
         for name, values in found.items():
             if len(specs) == MAX_METRICS:
-                warnings.warn(
-                    f"The environment reports more than {MAX_METRICS} metrics; later ones are left out. Give the same "
-                    "number the same key of info at every step.",
-                    stacklevel=3,
-                )
+                advice = "Give the same number the same key of info at every step."
+                warnings.warn(f"More than {MAX_METRICS} metrics: later ones are left out. {advice}", stacklevel=3)
                 break
             row = self._buffers.arrays.metric[len(specs)]
             row.fill(np.nan)
             row[list(values), 0] = list(values.values())
             self._buffers.metric[name] = torch.from_numpy(row)
             specs[name] = MetricSpec(name)
-        self._metric_specs = specs
+        self.metric_specs = specs
         self._group.watch(list(specs))
 
     def spawn(self, num_envs: int) -> GymVecEnv:
         """Make an independent environment of the same kind, with the make functions in turn."""
         make_fns = [self._make_fns[i % self.num_envs] for i in range(num_envs)]
-        return GymVecEnv(make_fns, device=self.device, metrics=list(self._metric_specs.values()), **self._options)
+        return GymVecEnv(make_fns, device=self.device, metrics=list(self.metric_specs.values()), **self._options)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of every environment; None before the first reset or when it cannot be saved."""
         try:
             states = self._group.state()
-        except gym_group.StateError:
+        except StateError:
             return None
-        return {"envs": [_map_values(torch.from_numpy, np.ndarray, state) for state in states]}
+        return {"envs": [_map_leaves(np.ndarray, torch.from_numpy, state) for state in states]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put every environment back into its saved state.
@@ -163,7 +146,7 @@ class GymVecEnv(VecEnv):
         if len(state["envs"]) != self.num_envs:
             raise EnvStateError(f"The state is of {len(state['envs'])} environments, there are {self.num_envs} here.")
         try:
-            self._group.load([_map_values(_to_numpy, Tensor, s) for s in state["envs"]])
+            self._group.load([_map_leaves(Tensor, lambda tensor: tensor.cpu().numpy(), s) for s in state["envs"]])
         except Exception as error:
             raise EnvStateError(str(error)) from error
 
@@ -187,12 +170,9 @@ class GymVecEnv(VecEnv):
         self._group.close()
 
 
-def _to_numpy(tensor: Tensor) -> NDArray[Any]:
-    return tensor.cpu().numpy()
-
-
-def _map_values(function: Callable[[Any], Any], kind: type, value: Any) -> Any:
-    return map_tree(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, value)
+def _map_leaves(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to the leaves of one type."""
+    return map_tree(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, tree)
 
 
 def _naming_errors(verb: str, function: Callable[..., T], *arguments: Any) -> T:
@@ -215,15 +195,13 @@ def find_gym_id(env_id: str) -> str | None:
         robotics = str(gym.registry[env_id].entry_point).startswith("gymnasium_robotics.")
         return f"gymnasium_robotics:{env_id}" if robotics else env_id
     module, _, name = env_id.rpartition(":")
-    for package in [module] if module else ["gymnasium_robotics"]:
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):  # one of its dependencies advertises itself there
-                importlib.import_module(package)
-        except (ImportError, TypeError, ValueError):  # there is none, or it is no module's name
-            return None
-        if name in gym.registry:
-            return f"{package}:{name}"
-    return None
+    module = module or "gymnasium_robotics"
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # one of its dependencies advertises itself there
+            importlib.import_module(module)
+    except (ImportError, TypeError, ValueError):  # there is none, or it is no module's name
+        return None
+    return f"{module}:{name}" if name in gym.registry else None
 
 
 def gym_make_fns(env_id: str, num_envs: int, **kwargs: Any) -> list[MakeFn]:
@@ -237,24 +215,19 @@ def gym_make_fns(env_id: str, num_envs: int, **kwargs: Any) -> list[MakeFn]:
     Raises:
         EnvError: for an unknown id, with the nearest known one, or when a package is missing.
     """
-    found = find_gym_id(env_id)
-    if found is None:
+    if (found := find_gym_id(env_id)) is None:
         raise EnvError(f"Gymnasium has no environment {env_id!r}.{did_you_mean(env_id, gym.registry)}")
     draw_without_display()  # before the entry point imports MuJoCo
     entry_point = gym.registry[found.rpartition(":")[2]].entry_point
     try:
         creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
     except (ImportError, gym.error.DependencyNotInstalled) as error:
-        raise EnvError(f"{env_id} needs a package that is not installed: {error}{_extra(error)}") from error
+        extras = {"robotics": "robotics", "mujoco": "mujoco", "pygame": "classic"}
+        extra = next((extras[word] for word in extras if word in str(error).lower()), None)
+        hint = f" Install it with: pip install 'apexrl[{extra}]'" if extra else ""
+        raise EnvError(f"{env_id} needs a package that is not installed: {error}{hint}") from error
     # Nothing is drawn until render is called.
     if "rgb_array" in getattr(creator, "metadata", {}).get("render_modes", ()):
         kwargs = {"render_mode": "rgb_array"} | kwargs
     # Of gymnasium itself, so that a worker needs no import of this package to call it.
     return [functools.partial(gym.make, found, **{"disable_env_checker": True} | kwargs)] * num_envs
-
-
-def _extra(error: Exception) -> str:
-    for word, extra in (("robotics", "robotics"), ("mujoco", "mujoco"), ("pygame", "classic")):
-        if word in str(error).lower():
-            return f" Install it with: pip install 'apexrl[{extra}]'"
-    return ""

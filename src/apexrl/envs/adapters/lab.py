@@ -15,27 +15,24 @@ from typing import Any
 
 import gymnasium as gym
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.core.errors import EnvError, did_you_mean
+from apexrl.core.errors import EnvError
 from apexrl.envs.adapters.rsl import RslVecEnv
 from apexrl.envs.adapters.simulators import load_simulator
+from apexrl.envs.options import check_known
 
 _INSTALL_MJLAB = "mjlab has an environment of its own: pip install mjlab==1.6.0."
 _INSTALL_ISAACLAB = "Isaac Lab has an environment of its own, with Isaac Sim: follow Isaac Lab's installation guide."
 
 
 class LabSimulator:
-    """An environment of Isaac Lab or mjlab in the dialect of rsl_rl.
+    """An environment of Isaac Lab or mjlab, made by ``gymnasium.make`` or ``ManagerBasedRlEnv``, in rsl_rl's dialect.
 
     Where an episode ends, these simulators return the first observation of the next one; the last one is lost. mjlab
     can leave the reset to its user: an environment with ``cfg.auto_reset`` False is reset here, and gives
     ``final_observation``.
-
-    Args:
-        env: the environment, as ``gymnasium.make`` or ``ManagerBasedRlEnv`` made it.
     """
 
     def __init__(self, env: Any) -> None:
@@ -75,10 +72,9 @@ class LabSimulator:
         self._obs = obs
         return obs, reward, done, {"log": extras.get("log", {}), **outcome}
 
-    def render(self) -> NDArray[Any] | None:
-        """Draw the first environment, where the simulator can."""
-        picture: NDArray[Any] | None = None if self.wrapped.render_mode is None else self.wrapped.render()
-        return picture
+    def render(self) -> Any:
+        """Draw the first environment, where the simulator can; otherwise None."""
+        return None if self.wrapped.render_mode is None else self.wrapped.render()
 
     def close(self) -> None:
         """Close the environment."""
@@ -103,12 +99,9 @@ class LabSimulator:
 def make_mjlab(
     id: str, num_envs: int = 1, *, device: torch.device | str = "cpu", play: bool = False, **fields: Any
 ) -> RslVecEnv:
-    """Make a task of mjlab by its name.
+    """Make a task of mjlab by its name, such as ``"Mjlab-Velocity-Flat-Unitree-Go1"``; it simulates on ``device``.
 
     Args:
-        id: for example ``"Mjlab-Velocity-Flat-Unitree-Go1"``.
-        num_envs: N.
-        device: where mjlab simulates.
         play: take the task's configuration for showing a policy in place of that for training.
         **fields: of the task's configuration, such as ``episode_length_s``, ``seed`` and ``render_mode``. With
             ``auto_reset=True`` the last observations are hidden, and a step in which an episode ends is cheaper.
@@ -118,8 +111,7 @@ def make_mjlab(
     """
     load_simulator("mjlab.tasks", _INSTALL_MJLAB)
     registry = load_simulator("mjlab.tasks.registry", _INSTALL_MJLAB)
-    if id not in registry.list_tasks():
-        raise EnvError(f"mjlab has no task {id!r}.{did_you_mean(id, registry.list_tasks())}")
+    check_known("mjlab has no task", [id], registry.list_tasks())
     env_class = load_simulator("mjlab.envs", _INSTALL_MJLAB).ManagerBasedRlEnv
     render_mode = fields.pop("render_mode", None)
 
@@ -134,22 +126,16 @@ def make_mjlab(
 
 
 def make_isaaclab(id: str, num_envs: int = 1, *, device: torch.device | str = "cuda:0", **fields: Any) -> RslVecEnv:
-    """Make a task of Isaac Lab by its name; one process holds one of them.
+    """Make a task of Isaac Lab by its name, such as ``"Isaac-Velocity-Flat-Anymal-C-v0"``; one process holds one.
 
-    Args:
-        id: for example ``"Isaac-Velocity-Flat-Anymal-C-v0"``.
-        num_envs: N.
-        device: where Isaac Sim simulates.
-        **fields: of the task's configuration, such as ``episode_length_s`` and ``seed``.
+    It simulates on ``device``; ``fields`` are of the task's configuration, such as ``episode_length_s`` and ``seed``.
 
     Raises:
         EnvError: when Isaac Lab is not installed, has no such task, or its configuration no such field.
     """
     _start_isaac_sim(str(device))
     load_simulator("isaaclab_tasks", _INSTALL_ISAACLAB)  # registers its tasks with Gymnasium
-    if id not in gym.registry:
-        names = [name for name in gym.registry if name.startswith("Isaac")]
-        raise EnvError(f"Isaac Lab has no task {id!r}.{did_you_mean(id, names)}")
+    check_known("Isaac Lab has no task", [id], [name for name in gym.registry if name.startswith("Isaac")])
     parse = load_simulator("isaaclab_tasks.utils", _INSTALL_ISAACLAB).parse_env_cfg
     cfg = parse(id, device=str(device), num_envs=num_envs)
     _set_fields(cfg, fields, id)
@@ -169,9 +155,8 @@ def _only_one(_: int) -> LabSimulator:
 
 
 def _set_fields(cfg: Any, fields: Mapping[str, Any], id: str) -> None:
+    check_known(f"The configuration of {id} has no field", fields, dir(cfg))
     for name, value in fields.items():
-        if not hasattr(cfg, name):
-            raise EnvError(f"The configuration of {id} has no field {name!r}.{did_you_mean(name, vars(cfg))}")
         setattr(cfg, name, value)
 
 

@@ -15,12 +15,13 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor
 
-from apexrl.core.errors import EnvError, did_you_mean
+from apexrl.core.errors import EnvError
 from apexrl.core.metrics import RESERVED_NAMES, MetricSpec
 from apexrl.core.system.seeding import spawn_seeds
 from apexrl.core.types import EnvStep, Observation
 from apexrl.envs.adapters.simulators import load_simulator, space_of
 from apexrl.envs.base import VecEnv
+from apexrl.envs.options import check_known
 
 MakePart: TypeAlias = Callable[[int], Any]
 """Makes a ``ManiSkillVectorEnv`` with that many environments."""
@@ -40,13 +41,15 @@ class ManiSkillVecEnv(VecEnv):
 
     Args:
         make: makes a ``ManiSkillVectorEnv`` that resets by itself, with the given number of environments.
-        num_envs: N.
         device: where the tensors are wanted.
         together: whether one simulator holds all N; on a GPU unless told.
 
     Raises:
         EnvError: when it cannot be made, or has several robots with an action space each.
     """
+
+    metric_specs: Mapping[str, MetricSpec] = {}
+    """The truths that the task evaluates at every step."""
 
     def __init__(
         self, make: MakePart, num_envs: int, device: torch.device | str = "cpu", *, together: bool | None = None
@@ -65,12 +68,12 @@ class ManiSkillVecEnv(VecEnv):
         self.video_fps = float(first.base_env.control_freq)
         starts = [part.reset() for part in self._parts]
         self.observation_space = space_of(self._observation([obs for obs, _ in starts]))
-        self._metric_specs = {name: _spec(name) for name, value in starts[0][1].items() if _is_metric(name, value)}
-
-    @property
-    def metric_specs(self) -> Mapping[str, MetricSpec]:
-        """The truths that the task evaluates at every step."""
-        return self._metric_specs
+        info = {name: value for name, value in starts[0][1].items() if name not in RESERVED_NAMES}
+        self.metric_specs = {
+            name: MetricSpec(name, "max", "reward" if name in ("success", "fail") else "task")
+            for name, value in info.items()
+            if isinstance(value, Tensor) and value.dtype == torch.bool and value.ndim == 1
+        }
 
     def reset(self, seed: int | None = None) -> Observation:
         """Start a new episode everywhere; each simulator from a stream of its own."""
@@ -88,17 +91,14 @@ class ManiSkillVecEnv(VecEnv):
         done = self._column(terminated, torch.bool)
         # The info of an ended step is that of the new episode; what the step itself had is beside it.
         own = [info.get("final_info", info) for info in infos]
-        final = None
-        if any("final_observation" in info for info in infos):
-            last = [info.get("final_observation", now) for info, now in zip(infos, obs, strict=True)]
-            final = self._observation(last)
+        last = [info.get("final_observation", now) for info, now in zip(infos, obs, strict=True)]
         return EnvStep(
             obs=self._observation(obs),
             reward=self._column(reward, torch.float32),
             terminated=done,
             truncated=self._column(truncated, torch.bool) & ~done,
-            final_obs=final,
-            metric={name: self._column([info[name] for info in own], torch.float32) for name in self._metric_specs},
+            final_obs=self._observation(last) if any("final_observation" in info for info in infos) else None,
+            metric={name: self._column([info[name] for info in own], torch.float32) for name in self.metric_specs},
         )
 
     def spawn(self, num_envs: int) -> ManiSkillVecEnv:
@@ -112,10 +112,8 @@ class ManiSkillVecEnv(VecEnv):
         try:
             picture = part.render()[index % size]
         except (RuntimeError, TypeError) as error:
-            raise EnvError(
-                f"ManiSkill cannot draw here: {str(error).rstrip('.')}. It draws on a graphics card, with render_mode "
-                "'rgb_array' and a render_backend."
-            ) from error
+            needs = "It needs a graphics card, render_mode 'rgb_array' and a render_backend."
+            raise EnvError(f"ManiSkill cannot draw here: {str(error).rstrip('.')}. {needs}") from error
         return np.asarray(picture.cpu(), np.uint8)
 
     def close(self) -> None:
@@ -144,19 +142,11 @@ class ManiSkillVecEnv(VecEnv):
 
 
 def make_maniskill(
-    id: str,
-    num_envs: int = 1,
-    *,
-    device: torch.device | str = "cpu",
-    ignore_terminations: bool = True,
-    **kwargs: Any,
+    id: str, num_envs: int = 1, *, device: torch.device | str = "cpu", ignore_terminations: bool = True, **kwargs: Any
 ) -> ManiSkillVecEnv:
-    """Make a task of ManiSkill by its name.
+    """Make a task of ManiSkill by its name, such as ``"PickCube-v1"``; on a GPU ManiSkill simulates there.
 
     Args:
-        id: for example ``"PickCube-v1"``.
-        num_envs: N.
-        device: where the tensors are wanted; on a GPU ManiSkill simulates there.
         ignore_terminations: whether an episode goes on to its time limit after success or failure. ManiSkill's dense
             rewards are paid at every step, so that an end at success would cost the policy all rewards after it.
         **kwargs: passed to ``gymnasium.make``: ``obs_mode`` (``"state"`` unless told, ``"state_dict"`` for named
@@ -168,8 +158,7 @@ def make_maniskill(
     load_simulator("mani_skill.envs", _INSTALL)
     vector = load_simulator("mani_skill.vector.wrappers.gymnasium", _INSTALL)
     registered = load_simulator("mani_skill.utils.registration", _INSTALL).REGISTERED_ENVS
-    if id not in registered:
-        raise EnvError(f"ManiSkill has no task {id!r}.{did_you_mean(id, registered)}")
+    check_known("ManiSkill has no task", [id], registered)
     on_gpu = torch.device(device).type == "cuda"
     drawing = {"render_mode": "rgb_array"} if torch.cuda.is_available() else {"render_backend": "none"}
     options = {"obs_mode": "state", "sim_backend": "physx_cuda" if on_gpu else "physx_cpu"} | drawing | kwargs
@@ -182,11 +171,3 @@ def make_maniskill(
         return vector.ManiSkillVectorEnv(id, num_envs=size, ignore_terminations=ignore_terminations, **options)
 
     return ManiSkillVecEnv(make, num_envs, device, together=together)
-
-
-def _is_metric(name: str, value: Any) -> bool:
-    return name not in RESERVED_NAMES and isinstance(value, Tensor) and value.dtype == torch.bool and value.ndim == 1
-
-
-def _spec(name: str) -> MetricSpec:
-    return MetricSpec(name, "max") if name in ("success", "fail") else MetricSpec(name, "max", "task")

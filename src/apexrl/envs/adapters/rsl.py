@@ -69,6 +69,9 @@ class RslVecEnv(VecEnv):
         EnvError: when the object lacks something the dialect needs.
     """
 
+    metric_specs: Mapping[str, MetricSpec] = {}
+    """Those seen so far; simulators of this dialect do not declare them."""
+
     def __init__(self, simulator: Any, *, make: Callable[[int], Any] | None = None) -> None:
         missing = [name for name in _NEEDED if not hasattr(simulator, name)]
         if missing:
@@ -85,15 +88,9 @@ class RslVecEnv(VecEnv):
         obs = self._current()
         self.observation_space = space_of(obs)
         self.action_space = _action_space(simulator)
-        self._metric_specs: dict[str, MetricSpec] = {}
         # Written in place, so that a captured step finds it where it left it.
         self._last = None if isinstance(obs, Tensor) else obs.clone()
         _WRAPPERS[id(simulator)] = self
-
-    @property
-    def metric_specs(self) -> Mapping[str, MetricSpec]:
-        """The metrics seen so far; simulators of this dialect do not declare them."""
-        return self._metric_specs
 
     def reset(self, seed: int | None = None) -> Observation:
         """Start a new episode everywhere, where the simulator can."""
@@ -114,6 +111,7 @@ class RslVecEnv(VecEnv):
         if final is not None:
             self.gives_final_obs = True
             final = self._final(final)
+        log = extras.get("log", {}).items()
         return EnvStep(
             obs=self._remember(self._observation(raw, extras)),
             reward=self._column(reward, torch.float32),
@@ -121,7 +119,7 @@ class RslVecEnv(VecEnv):
             truncated=truncated,
             final_obs=final,
             metric=self._metrics(extras),
-            log={key.lstrip("/"): _mean(value) for key, value in extras.get("log", {}).items()},
+            log={key.lstrip("/"): x.float().mean() if isinstance(x, Tensor) else float(x) for key, x in log},
         )
 
     def spawn(self, num_envs: int) -> RslVecEnv:
@@ -131,9 +129,8 @@ class RslVecEnv(VecEnv):
         try:
             return RslVecEnv(copy.deepcopy(self.simulator))
         except Exception as error:
-            name = type(self.simulator).__name__
             raise EnvError(
-                f"{name} cannot be made a second time (copying it failed: {error}); pass eval_env."
+                f"{type(self.simulator).__name__} cannot be copied for evaluation ({error}); pass eval_env."
             ) from error
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -159,11 +156,10 @@ class RslVecEnv(VecEnv):
         picture = self.simulator.render() if hasattr(self.simulator, "render") else None
         if picture is None:
             raise EnvError(f"{type(self.simulator).__name__} cannot be drawn.")
-        pictures: NDArray[np.uint8] = np.asarray(picture, np.uint8).reshape(-1, *np.shape(picture)[-3:])
+        pictures = np.asarray(picture, np.uint8).reshape(-1, *np.shape(picture)[-3:])
         if index >= len(pictures):
             raise EnvError(f"{type(self.simulator).__name__} draws {len(pictures)} pictures, not number {index}.")
-        chosen: NDArray[np.uint8] = pictures[index]
-        return chosen
+        return np.asarray(pictures[index])
 
     def close(self) -> None:
         """Close the simulator, where it can be closed."""
@@ -216,9 +212,9 @@ class RslVecEnv(VecEnv):
         for name in ("success", "fail"):
             if name in extras:
                 parts[name], new[name] = extras[name], MetricSpec(name)
-        if not self._metric_specs.keys() >= new.keys():
-            missing = {name: spec for name, spec in new.items() if name not in self._metric_specs}
-            self._metric_specs = self._metric_specs | missing  # another thread may be reading the old one
+        if not self.metric_specs.keys() >= new.keys():
+            # A new dictionary, with the old specs first: another thread may be reading the old one.
+            self.metric_specs = {**self.metric_specs, **new, **self.metric_specs}
         return {name: self._column(value, torch.float32) for name, value in parts.items()}
 
 
@@ -236,15 +232,9 @@ def _pair(returned: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _action_space(simulator: Any) -> gym.Space[Any]:
-    for name in ("single_action_space", "action_space"):
-        space = getattr(simulator, name, None)
-        if isinstance(space, gym.Space):
-            batched = name == "action_space" and isinstance(space, spaces.Box) and len(space.shape) == 2
-            if isinstance(space, spaces.Box) and batched and space.shape[0] == int(simulator.num_envs):
-                return spaces.Box(space.low[0], space.high[0], dtype=space.low.dtype.type)
-            return space
-    return spaces.Box(-np.inf, np.inf, (int(simulator.num_actions),))
-
-
-def _mean(value: Any) -> Tensor | float:
-    return value.float().mean() if isinstance(value, Tensor) else float(value)
+    single, space = (getattr(simulator, name, None) for name in ("single_action_space", "action_space"))
+    if isinstance(single, gym.Space):
+        return single
+    if isinstance(space, spaces.Box) and len(space.shape) == 2 and space.shape[0] == int(simulator.num_envs):
+        return spaces.Box(space.low[0], space.high[0], dtype=space.low.dtype.type)
+    return space if isinstance(space, gym.Space) else spaces.Box(-np.inf, np.inf, (int(simulator.num_actions),))

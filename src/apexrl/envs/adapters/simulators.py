@@ -14,22 +14,14 @@ from apexrl.core.errors import EnvError
 
 
 def load_simulator(package: str, install: str) -> ModuleType:
-    """Import the package of a simulator.
-
-    Args:
-        package: its name, or that of one of its modules.
-        install: how to get it, for the message.
-
-    Raises:
-        EnvError: when it is not installed or cannot be loaded.
-    """
+    """Import the package of a simulator, or one of its modules; ``install`` is how to get a missing one."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
         name = package.partition(".")[0]
-        if isinstance(error, ModuleNotFoundError) and error.name == name:
-            raise EnvError(f"{name} is not installed. {install} See docs/simulators.md.") from error
-        raise EnvError(f"{name} cannot be loaded: {error}. {install} See docs/simulators.md.") from error
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == name
+        problem = "is not installed" if is_missing else f"cannot be loaded: {error}"
+        raise EnvError(f"{name} {problem}. {install} See docs/simulators.md.") from error
 
 
 def space_of(obs: Any) -> spaces.Box | spaces.Dict:

@@ -19,7 +19,7 @@ from gymnasium.utils import seeding
 from numpy.typing import NDArray
 from torch import Tensor
 
-from apexrl.core.errors import ConfigError, EnvError, EnvStateError, did_you_mean
+from apexrl.core.errors import EnvError, EnvStateError
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.system.seeding import spawn_seeds
 from apexrl.core.types import EnvStep, Observation
@@ -27,16 +27,11 @@ from apexrl.envs.base import VecEnv
 from apexrl.envs.camera import Camera
 from apexrl.envs.display import draw_without_display
 from apexrl.envs.mujoco.payload import WalkerPayload
-from apexrl.envs.mujoco.simulation import (
-    Threads,
-    make_models,
-    model_differences,
-    num_cores,
-    set_model_differences,
-)
+from apexrl.envs.mujoco.simulation import Threads, make_models, model_differences, num_cores, set_model_differences
 from apexrl.envs.mujoco.tasks import GYMNASIUM_TASKS, MujocoTask, NumpyArray, Parts
+from apexrl.envs.options import check_count, check_known
 from apexrl.envs.step_buffers import StepBuffers
-from apexrl.envs.workers.gym_group import Tree, make_buffers, map_tree
+from apexrl.envs.workers.arrays import Tree, make_buffers, tree_leaves
 
 MUJOCO_TASKS: dict[str, type[MujocoTask]] = {**GYMNASIUM_TASKS, "WalkerPayload": WalkerPayload}
 """The tasks by name."""
@@ -61,7 +56,6 @@ class MujocoVecEnv(VecEnv):
     Args:
         task: the name of one of Gymnasium's tasks (``"HalfCheetah-v5"``, ``"Hopper-v5"``, ``"Walker2d-v5"``,
             ``"Ant-v5"``, ``"Humanoid-v5"``), ``"WalkerPayload"``, or a task of your own.
-        num_envs: N.
         device: where the tensors are wanted; the simulation runs on the CPU.
         num_threads: threads that simulate, this one included; unless told one for each core, or fewer where a step
             is so short that they would wait for each other.
@@ -77,6 +71,8 @@ class MujocoVecEnv(VecEnv):
     """
 
     own_seeds = True
+    metric_specs: Mapping[str, MetricSpec] = {}
+    """The parts of the reward, and what else the task measures."""
 
     def __init__(
         self,
@@ -94,28 +90,25 @@ class MujocoVecEnv(VecEnv):
         self._mujoco = _load_mujoco()
         self.task = _make_task(task, options)
         max_episode_steps = self.task.episode_steps if max_episode_steps is None else max_episode_steps
-        for name, value in (("num_envs", num_envs), ("max_episode_steps", max_episode_steps)):
-            if not isinstance(value, int | np.integer):
-                raise ConfigError(f"MujocoVecEnv.{name} must be a whole number, got {value!r}")
-            if value < 1:
-                raise ConfigError(f"MujocoVecEnv.{name} must be at least 1, got {value}")
+        check_count("MujocoVecEnv.num_envs", num_envs)
+        check_count("MujocoVecEnv.max_episode_steps", max_episode_steps)
         self.task.check_episode(max_episode_steps)
         self.num_envs = num_envs
         self.device = torch.device(device)
         self.max_episode_steps: int = max_episode_steps
         self._was_given_models = models is not None or randomize is not None
         self._has_own_models = self._was_given_models or self.task.changes_model
-        if self.task.changes_model and randomize is None:
-            randomize = _only_copy
+        if self.task.changes_model:
+            randomize = randomize or _only_copy
         self.models, self._base = make_models(self.task.load, num_envs, models, randomize, randomize_seed)
         self._data = [self._mujoco.MjData(model) for model in self.models]
         self._fields = [self._make_fields() for _ in range(2)]
         self._make_spaces_and_buffers()
         self._elapsed = np.zeros(num_envs, np.int64)
         # Two environments differ from each other, yet both follow from torch.manual_seed.
-        self._seed_generators(spawn_seeds(int(torch.randint(2**31, ())), num_envs))
+        self._generators = _generators(spawn_seeds(int(torch.randint(2**31, ())), num_envs))
         self._was_reset = False
-        self._requested_threads = num_threads
+        self._options: dict[str, Any] = {"num_threads": num_threads, "max_episode_steps": max_episode_steps}
         wanted = self._useful_threads() if num_threads is None else max(num_threads, 1)
         self._threads = Threads(min(wanted, num_envs))
         self._stop_threads = weakref.finalize(self, self._threads.close)
@@ -144,41 +137,26 @@ class MujocoVecEnv(VecEnv):
         task, bounds = self.task, self.models[0].actuator_ctrlrange.astype(np.float32)
         self.observation_space = _parts_space(task.observe(self._fields[0][0]))
         self.action_space = spaces.Box(bounds[:, 0], bounds[:, 1], dtype=np.float32)
-        self._metric_specs = dict(zip(task.terms, task.metrics, strict=True))
+        self.metric_specs = dict(zip(task.terms, task.metrics, strict=True))
         buffers, _ = make_buffers(self.observation_space, self.action_space, self.num_envs, len(task.terms))
         self._buffers = StepBuffers(buffers, task.terms, self.device)
         controls = [data.ctrl for data in self._data]
         self._work = list(zip(self.models, self._data, controls, buffers.action, strict=True))
 
-    def _seed_generators(self, seeds: Sequence[int]) -> None:
-        self._generators = [seeding.np_random(seed)[0] for seed in seeds]
-
-    @property
-    def metric_specs(self) -> Mapping[str, MetricSpec]:
-        """The parts of the reward, and what else the task measures."""
-        return self._metric_specs
-
     def reset(self, seed: int | None = None) -> Observation:
         """Start a new episode everywhere; each environment from a stream of its own."""
-        if seed is not None:
-            self._seed_generators(spawn_seeds(seed, self.num_envs))
-        return self._begin_all()
+        return self._begin_all(None if seed is None else spawn_seeds(seed, self.num_envs))
 
     def reset_each(self, seeds: Sequence[int]) -> Observation:
-        """Start a new episode everywhere; environment ``i`` gets ``seeds[i]``.
-
-        Raises:
-            EnvError: when the models differ, so that an episode would depend on the environment that runs it.
-        """
+        """Start a new episode everywhere; environment ``i`` gets ``seeds[i]``. The models must not differ."""
         if self._was_given_models and (differences := model_differences(self._base, self.models)):
-            raise EnvError(
-                f"The models of the environments differ in {', '.join(sorted(differences))}, so an episode would "
-                "depend on the environment that runs it. Give every environment the same model."
-            )
-        self._seed_generators(seeds)
-        return self._begin_all()
+            names = ", ".join(sorted(differences))
+            raise EnvError(f"Episodes would depend on their environments: the models differ in {names}. Use one model.")
+        return self._begin_all(seeds)
 
-    def _begin_all(self) -> Observation:
+    def _begin_all(self, seeds: Sequence[int] | None) -> Observation:
+        if seeds is not None:
+            self._generators = _generators(seeds)
         self._was_reset = True
         self._begin(range(self.num_envs))
         return self._buffers.observation()
@@ -214,7 +192,8 @@ class MujocoVecEnv(VecEnv):
 
         ended = np.flatnonzero(buffers.terminated | buffers.truncated)
         if len(ended):
-            _copy_tree(buffers.final_obs, buffers.obs)
+            for final, obs in zip(tree_leaves(buffers.final_obs), tree_leaves(buffers.obs), strict=True):
+                final[...] = obs
             self._begin(ended)
         return self._buffers.step(len(ended) > 0)
 
@@ -252,22 +231,13 @@ class MujocoVecEnv(VecEnv):
 
     def _write_rows(self, rows: NDArray[np.intp]) -> None:
         parts = self.task.observe({name: array[rows] for name, array in self._fields[0][0].items()})
-        obs = self._buffers.arrays.obs
-        fresh = map_tree(lambda x: np.empty((len(rows), *x.shape[1:]), x.dtype), obs)
-        _write_parts(fresh, parts)
-        _copy_tree(obs, fresh, rows)
+        _write_parts(self._buffers.arrays.obs, parts, rows)
 
     def spawn(self, num_envs: int) -> MujocoVecEnv:
         """Make independent environments of the same kind, with copies of the models in turn."""
         models = [copy.copy(self.models[i % self.num_envs]) for i in range(num_envs)]
-        return MujocoVecEnv(
-            self.task,
-            num_envs,
-            device=self.device,
-            num_threads=self._requested_threads,
-            max_episode_steps=self.max_episode_steps,
-            models=models if self._was_given_models else None,
-        )
+        own_models = models if self._was_given_models else None
+        return MujocoVecEnv(self.task, num_envs, device=self.device, models=own_models, **self._options)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the exact state of simulations, generators and differing models; None before the first reset."""
@@ -290,11 +260,7 @@ class MujocoVecEnv(VecEnv):
         return physics
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state from ``state_dict``; nothing changes when it does not fit.
-
-        Raises:
-            EnvStateError: when the state is of another task, another number of environments or another version.
-        """
+        """Go back to a state from ``state_dict``; nothing changes when it does not fit."""
         fields = self._fields[0][0]
         self._check_state(state, fields)
         set_model_differences(self._base, self.models, state["model"])
@@ -314,15 +280,12 @@ class MujocoVecEnv(VecEnv):
 
     def _check_state(self, state: Mapping[str, Any], fields: Mapping[str, NumpyArray]) -> None:
         name = type(self.task).__name__
-        expected = {"physics": self._physics(), "elapsed": self._elapsed}
-        found = {key: state.get(key) for key in expected}
-        saved_fields = state.get("fields", {})
-        expected |= {f"fields.{key}": array for key, array in fields.items()}
-        found |= {f"fields.{key}": saved_fields.get(key) for key in fields}
         if state.get("task") != name:
             raise EnvStateError(f"The state is of the task {state.get('task')!r}, this one is {name!r}.")
-        for key, ours in expected.items():
-            saved = found[key]
+        saved_fields = state.get("fields", {})
+        pairs = {"physics": (self._physics(), state.get("physics")), "elapsed": (self._elapsed, state.get("elapsed"))}
+        pairs |= {f"fields.{key}": (array, saved_fields.get(key)) for key, array in fields.items()}
+        for key, (ours, saved) in pairs.items():
             if not isinstance(saved, Tensor) or tuple(saved.shape) != ours.shape:
                 shape = list(saved.shape) if isinstance(saved, Tensor) else repr(saved)
                 raise EnvStateError(
@@ -332,21 +295,15 @@ class MujocoVecEnv(VecEnv):
         if len(state.get("generator", ())) != self.num_envs or "model" not in state:
             raise EnvStateError(f"{name} cannot restore a state without 'generator' for each environment and 'model'.")
         if state["model"] and not self._has_own_models:
-            raise EnvStateError(
-                f"The saved environments had models that differ in {', '.join(sorted(state['model']))}; "
-                "restore with the same models or randomize."
-            )
+            differences = ", ".join(sorted(state["model"]))
+            raise EnvStateError(f"The saved models differ in {differences}; restore with the same models or randomize.")
 
     def step_time(self) -> tuple[float | None, float | None]:
         """Return the time of the physics steps in one step."""
         return self.models[0].opt.timestep * self.task.frame_skip, None
 
     def render(self, index: int = 0) -> NDArray[np.uint8]:
-        """Draw environment ``index`` as a ``[480, 480, 3]`` picture.
-
-        Raises:
-            EnvError: when there is no such environment, or no picture can be drawn on this machine.
-        """
+        """Draw environment ``index`` as a ``[480, 480, 3]`` picture."""
         if not 0 <= index < self.num_envs:
             raise EnvError(f"MujocoVecEnv has environments 0 to {self.num_envs - 1}, not {index}.")
         model = self.models[index]
@@ -380,6 +337,10 @@ def _load_mujoco() -> Any:
         raise EnvError("MuJoCo is not installed. Install it with: pip install 'apexrl[mujoco]'") from error
 
 
+def _generators(seeds: Sequence[int]) -> list[np.random.Generator]:
+    return [seeding.np_random(seed)[0] for seed in seeds]
+
+
 def _only_copy(model: Any, rng: np.random.Generator) -> None:
     """Leave the copy of a model as it is."""
 
@@ -389,13 +350,8 @@ def _make_task(task: str | MujocoTask, options: dict[str, Any]) -> MujocoTask:
         if options:
             raise EnvError(f"Give {sorted(options)} to the task itself: {type(task).__name__}(...).")
         return task
-    if task not in MUJOCO_TASKS:
-        hint = did_you_mean(task, MUJOCO_TASKS)
-        raise EnvError(f"There is no MuJoCo task {task!r}.{hint} There are {', '.join(MUJOCO_TASKS)}.")
-    known = [field.name for field in dataclasses.fields(MUJOCO_TASKS[task])]
-    for name in options:
-        if name not in known:
-            raise EnvError(f"{task} has no option {name!r}.{did_you_mean(name, known)}")
+    check_known("There is no MuJoCo task", [task], MUJOCO_TASKS, f" There are {', '.join(MUJOCO_TASKS)}.")
+    check_known(f"{task} has no option", options, [field.name for field in dataclasses.fields(MUJOCO_TASKS[task])])
     return MUJOCO_TASKS[task](**options)
 
 
@@ -405,18 +361,12 @@ def _parts_space(parts: Parts) -> spaces.Box | spaces.Dict:
     return spaces.Box(-np.inf, np.inf, (sum(part.shape[1] for part in parts),), np.float32)
 
 
-def _write_parts(out: Tree, parts: Parts) -> None:
-    """Write the parts of an observation side by side into ``out``."""
+def _write_parts(out: Tree, parts: Parts, rows: NDArray[np.intp] | None = None) -> None:
+    """Write the parts of an observation side by side into ``out``, or into some of its rows."""
     if isinstance(parts, Mapping):
         for key, part in parts.items():
-            _write_parts(out[key], part)
-    else:
+            _write_parts(out[key], part, rows)
+    elif rows is None:
         np.concatenate(parts, axis=1, out=out, casting="same_kind")
-
-
-def _copy_tree(out: Tree, source: Tree, rows: Any = ...) -> None:
-    if isinstance(out, Mapping):
-        for key in out:
-            _copy_tree(out[key], source[key], rows)
     else:
-        out[rows] = source
+        out[rows] = np.concatenate(parts, axis=1)

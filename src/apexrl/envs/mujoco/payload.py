@@ -13,8 +13,8 @@ import numpy as np
 from apexrl.core.errors import ConfigError
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.types import CMD_KEY, OBJECT_KEY, OBS_KEY, OBS_PRIV_KEY
-from apexrl.envs.changes import check_change_step, is_number
 from apexrl.envs.mujoco.tasks import Fields, MujocoTask, NumpyArray, Outcome, Parts, asset_path, for_one_robot
+from apexrl.envs.options import check_change_step, check_count, is_number
 
 TORSO, PAYLOAD = 1, 8
 """Bodies."""
@@ -128,15 +128,18 @@ class WalkerPayload(MujocoTask):
 
     def __post_init__(self) -> None:
         for name in ("history", "command_period", "frame_skip"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"WalkerPayload.{name} must be a whole number of at least 1, got {value!r}.")
+            check_count(f"WalkerPayload.{name}", getattr(self, name))
         check_change_step("WalkerPayload", self.change_step)
         for name in ("control_cost_weight", "reset_noise_scale"):
             if not is_number(value := getattr(self, name)) or value < 0:
                 raise ConfigError(f"WalkerPayload.{name} must be a finite number of at least 0, got {value!r}.")
         for name in ("command", *RANGES):
-            _check_range(f"{name}_range", getattr(self, f"{name}_range"), positive=name != "offset")
+            value = getattr(self, f"{name}_range")
+            if not isinstance(value, Sequence) or len(value) != 2 or not all(map(is_number, value)):
+                raise ConfigError(f"WalkerPayload.{name}_range must be two finite numbers, got {value!r}.")
+            if value[0] > value[1] or (value[0] <= 0 and name != "offset"):
+                rule = "the smaller first" if name == "offset" else "both above 0, the smaller first"
+                raise ConfigError(f"WalkerPayload.{name}_range must have {rule}, got {value!r}.")
         if self.change not in CHANGES:
             raise ConfigError(f"WalkerPayload.change must be one of {', '.join(CHANGES)}, got {self.change!r}.")
         if (value := self.change_to) is not None and (
@@ -203,13 +206,7 @@ class WalkerPayload(MujocoTask):
         )
 
     def set_physics(self, model: Any, physics: WalkerPhysics, scratch: Any) -> None:
-        """Change a model, within an episode too: the observations follow it.
-
-        Args:
-            model: the ``MjModel``.
-            physics: its new properties.
-            scratch: an ``MjData`` of the model, whose content is lost.
-        """
+        """Change a model, within an episode too: the observations follow it. What its ``scratch`` data held is lost."""
         import mujoco
 
         usual = self._nominal
@@ -303,12 +300,4 @@ def _frame(qpos: NumpyArray, action: NumpyArray) -> NumpyArray:
 
 def _scaled(value: NumpyArray, low: float, high: float) -> NumpyArray:
     """Map [low, high] to [-1, 1]."""
-    scaled: NumpyArray = (2 * value - low - high) / (high - low)
-    return scaled
-
-
-def _check_range(name: str, value: Any, positive: bool) -> None:
-    if not isinstance(value, Sequence) or len(value) != 2 or not all(map(is_number, value)) or value[0] > value[1]:
-        raise ConfigError(f"WalkerPayload.{name} must be two finite numbers, the smaller first, got {value!r}.")
-    if positive and value[0] <= 0:
-        raise ConfigError(f"WalkerPayload.{name} must be above 0, got {value!r}.")
+    return np.asarray((2 * value - low - high) / (high - low))

@@ -28,17 +28,15 @@ def make_models(
     Raises:
         EnvError: when there are not N models or their sizes differ.
     """
-    base = load() if models is None else copy.copy(models[0]) if models else None
-    models = [base] * num_envs if models is None else models
-    if len(models) != num_envs:
+    if models is not None and len(models) != num_envs:
         raise EnvError(f"MujocoVecEnv needs a model for each of {num_envs} environments, got {len(models)}.")
-    sizes = [(m.nq, m.nv, m.na, m.nu, m.nbody, m.nuserdata) for m in models]
+    base = load() if models is None else copy.copy(models[0])
+    models = [base] * num_envs if models is None else models
+    names = ("nq", "nv", "na", "nu", "nbody", "nuserdata")
+    sizes = [{name: getattr(model, name) for name in names} for model in models]
     for i, size in enumerate(sizes):
         if size != sizes[0]:
-            raise EnvError(
-                "All models need the same (nq, nv, na, nu, nbody, nuserdata): that of environment 0 has "
-                f"{sizes[0]}, that of environment {i} has {size}."
-            )
+            raise EnvError(f"All models need the same sizes: environment 0 has {sizes[0]}, environment {i} has {size}.")
     if randomize is not None:
         models = [copy.copy(model) for model in models]
         for i, model in enumerate(models):
@@ -113,20 +111,15 @@ class Threads:
             job()
         finally:
             # On a busy machine a thread may not have woken yet: the work is done, so do not wait for it.
-            num_called = self._num_others - self._take_back()
+            num_called = self._num_others
+            with contextlib.suppress(Empty):
+                while True:
+                    self._jobs.get_nowait()
+                    num_called -= 1
             answers = [self._answers.get() for _ in range(num_called)]
         for error in answers:
             if error is not None:
                 raise error
-
-    def _take_back(self) -> int:
-        """Return how many calls no thread had begun; they will not be made."""
-        count = 0
-        with contextlib.suppress(Empty):
-            while True:
-                self._jobs.get_nowait()
-                count += 1
-        return count
 
     def close(self) -> None:
         """End the threads."""
@@ -137,10 +130,10 @@ class Threads:
 
 def _serve(jobs: SimpleQueue[Callable[[], None] | None], answers: SimpleQueue[BaseException | None]) -> None:
     while (job := jobs.get()) is not None:
+        raised = None
         try:
             job()
         except BaseException as error:  # raised again by the thread that waits for the answer
-            answers.put(error)
-        else:
-            answers.put(None)
-        del job  # it would keep the environments alive until the next one
+            raised = error
+        answers.put(raised)
+        del job, raised  # they would keep the environments alive until the next one

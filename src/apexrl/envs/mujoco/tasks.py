@@ -81,14 +81,7 @@ class MujocoTask(ABC):
 
     @abstractmethod
     def outcome(self, before: Fields, after: Fields, action: NumpyArray, dt: NumpyArray) -> Outcome:
-        """Judge one step.
-
-        Args:
-            before: the fields before the step.
-            after: the fields after it, before any reset.
-            action: ``[N, A]`` float32, within its bounds.
-            dt: ``[N]`` seconds that the step took.
-        """
+        """Judge one step by the fields before and after it, actions ``[N, A]`` within bounds, and seconds ``[N]``."""
 
     def check_episode(self, max_episode_steps: int) -> None:
         """Refuse options that do not fit episodes of this length."""
@@ -99,10 +92,7 @@ class MujocoTask(ABC):
     ) -> None:
         """Change models within their episodes, after a step and before it is judged and observed.
 
-        Args:
-            models: the ``MjModel`` of each environment.
-            elapsed: ``[N]`` steps of its episode, this one included.
-            generators: of the environments.
+        ``elapsed [N]`` are the steps of each environment's episode, this one included.
         """
         return
 
@@ -111,12 +101,8 @@ class MujocoTask(ABC):
     ) -> NumpyArray | None:
         """Return what ``data.userdata`` is to hold after a step, ``[N, nuserdata]``, or None to leave it.
 
-        A task that changes it has ``userdata`` among its ``data_fields``.
-
-        Args:
-            fields: those after the step, which ``outcome`` has judged and ``observe`` will see.
-            action: ``[N, A]`` float32, within its bounds.
-            generators: of the environments.
+        A task that changes it has ``userdata`` among its ``data_fields``. ``outcome`` has judged the fields, and
+        ``observe`` will see them.
         """
         return None
 
@@ -166,19 +152,16 @@ class _Locomotion(MujocoTask):
         hidden = self.num_hidden_positions if self.exclude_current_positions_from_observation else 0
         return fields["qpos"][:, hidden:]
 
-    def _control_cost(self, action: NumpyArray) -> NumpyArray:
-        cost: NumpyArray = self.ctrl_cost_weight * np.square(action).sum(1)
-        return cost
+    def _control_cost(self, action: NumpyArray) -> Any:
+        return self.ctrl_cost_weight * np.square(action).sum(1)
 
 
-def _within(value: NumpyArray, bounds: tuple[float, float]) -> NumpyArray:
-    inside: NumpyArray = (bounds[0] < value) & (value < bounds[1])
-    return inside
+def _within(value: NumpyArray, bounds: tuple[float, float]) -> Any:
+    return (bounds[0] < value) & (value < bounds[1])
 
 
-def _forward_velocity(before: Fields, after: Fields, dt: NumpyArray) -> NumpyArray:
-    velocity: NumpyArray = (after["qpos"][:, 0] - before["qpos"][:, 0]) / dt
-    return velocity
+def _forward_velocity(before: Fields, after: Fields, dt: NumpyArray) -> Any:
+    return (after["qpos"][:, 0] - before["qpos"][:, 0]) / dt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,14 +188,28 @@ class HalfCheetah(_Locomotion):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Upright(_Locomotion):
+class _Healthy(_Locomotion):
+    """A body that earns something for being healthy, and whose episode ends where it is not."""
+
+    healthy_reward: float = 1.0
+    terminate_when_unhealthy: bool = True
+
+    def _judge(
+        self, healthy: NumpyArray, forward: NumpyArray, control: NumpyArray, contact: NumpyArray | float = 0.0
+    ) -> Outcome:
+        survive = healthy * self.healthy_reward
+        terms: dict[str, Any] = {"reward_forward": forward, "reward_survive": survive}
+        terms |= {"reward_ctrl": -control, "reward_contact": -contact}
+        return Outcome(forward + survive - (control + contact), ~healthy & self.terminate_when_unhealthy, terms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Upright(_Healthy):
     """A planar body that must not fall."""
 
     terms = ("reward_forward", "reward_ctrl", "reward_survive")
 
     frame_skip: int = 4
-    healthy_reward: float = 1.0
-    terminate_when_unhealthy: bool = True
     healthy_z_range: tuple[float, float] = (0.8, 2.0)
     healthy_angle_range: tuple[float, float] = (-1.0, 1.0)
 
@@ -220,19 +217,14 @@ class _Upright(_Locomotion):
         """Positions without x, and velocities within ±10."""
         return self._position(fields), fields["qvel"].clip(-10, 10)
 
-    def _is_healthy(self, fields: Fields) -> NumpyArray:
+    def _is_healthy(self, fields: Fields) -> Any:
         z, angle = fields["qpos"][:, 1], fields["qpos"][:, 2]
-        healthy: NumpyArray = _within(z, self.healthy_z_range) & _within(angle, self.healthy_angle_range)
-        return healthy
+        return _within(z, self.healthy_z_range) & _within(angle, self.healthy_angle_range)
 
     def outcome(self, before: Fields, after: Fields, action: NumpyArray, dt: NumpyArray) -> Outcome:
         """The speed forward and a bonus for staying upright, less the cost of control."""
-        healthy = self._is_healthy(after)
         forward = self.forward_reward_weight * _forward_velocity(before, after, dt)
-        survive = healthy * self.healthy_reward
-        control = self._control_cost(action)
-        terms = {"reward_forward": forward, "reward_ctrl": -control, "reward_survive": survive}
-        return Outcome(forward + survive - control, ~healthy & self.terminate_when_unhealthy, terms)
+        return self._judge(self._is_healthy(after), forward, self._control_cost(action))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,15 +244,14 @@ class Hopper(_Upright):
     healthy_angle_range: tuple[float, float] = (-0.2, 0.2)
     healthy_state_range: tuple[float, float] = (-100.0, 100.0)
 
-    def _is_healthy(self, fields: Fields) -> NumpyArray:
+    def _is_healthy(self, fields: Fields) -> Any:
         healthy = super()._is_healthy(fields)
         healthy &= _within(fields["qpos"][:, 2:], self.healthy_state_range).all(1)
-        healthy &= _within(fields["qvel"], self.healthy_state_range).all(1)
-        return healthy
+        return healthy & _within(fields["qvel"], self.healthy_state_range).all(1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ant(_Locomotion):
+class Ant(_Healthy):
     """Ant-v5."""
 
     xml = "ant.xml"
@@ -272,9 +263,7 @@ class Ant(_Locomotion):
 
     ctrl_cost_weight: float = 0.5
     contact_cost_weight: float = 5e-4
-    healthy_reward: float = 1.0
     main_body: int = 1
-    terminate_when_unhealthy: bool = True
     healthy_z_range: tuple[float, float] = (0.2, 1.0)
     contact_force_range: tuple[float, float] = (-1.0, 1.0)
     reset_noise_scale: float = 0.1
@@ -295,37 +284,27 @@ class Ant(_Locomotion):
         healthy &= (self.healthy_z_range[0] <= z) & (z <= self.healthy_z_range[1])
         x_before, x_after = before["xpos"][:, self.main_body, 0], after["xpos"][:, self.main_body, 0]
         forward = (x_after - x_before) / dt * self.forward_reward_weight
-        survive = healthy * self.healthy_reward
-        control = self._control_cost(action)
         forces = after["cfrc_ext"].clip(*self.contact_force_range)
         contact = self.contact_cost_weight * np.square(forces).sum((1, 2))
-        terms = {
-            "reward_forward": forward,
-            "reward_ctrl": -control,
-            "reward_contact": -contact,
-            "reward_survive": survive,
-        }
-        reward = forward + survive - (control + contact)
-        return Outcome(reward, ~healthy & self.terminate_when_unhealthy, terms)
+        return self._judge(healthy, forward, self._control_cost(action), contact)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Humanoid(_Locomotion):
+class Humanoid(_Healthy):
     """Humanoid-v5."""
 
     xml = "humanoid.xml"
     num_hidden_positions = 2
+    needs_contact_forces = True
     data_fields = ("qpos", "qvel", "xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
     model_fields = ("body_mass",)
     terms = ("reward_survive", "reward_forward", "reward_ctrl", "reward_contact")
-    needs_contact_forces = True
 
     forward_reward_weight: float = 1.25
     ctrl_cost_weight: float = 0.1
     contact_cost_weight: float = 5e-7
     contact_cost_range: tuple[float, float] = (-float("inf"), 10.0)
     healthy_reward: float = 5.0
-    terminate_when_unhealthy: bool = True
     healthy_z_range: tuple[float, float] = (1.0, 2.0)
     reset_noise_scale: float = 1e-2
     include_cinert_in_observation: bool = True
@@ -335,40 +314,26 @@ class Humanoid(_Locomotion):
 
     def observe(self, fields: Fields) -> Parts:
         """Positions without x and y, velocities, inertias, and forces of motors and contacts."""
-        parts = [
-            (True, self._position(fields)),
-            (True, fields["qvel"]),
-            (self.include_cinert_in_observation, fields["cinert"][:, 1:]),
-            (self.include_cvel_in_observation, fields["cvel"][:, 1:]),
-            (self.include_qfrc_actuator_in_observation, fields["qfrc_actuator"][:, 6:]),
-            (self.include_cfrc_ext_in_observation, fields["cfrc_ext"][:, 1:]),
-        ]
-        return [part.reshape(len(part), -1) for included, part in parts if included]
+        parts = [self._position(fields), fields["qvel"]]
+        for name, first in (("cinert", 1), ("cvel", 1), ("qfrc_actuator", 6), ("cfrc_ext", 1)):
+            if getattr(self, f"include_{name}_in_observation"):
+                parts.append(fields[name][:, first:])
+        return [part.reshape(len(part), -1) for part in parts]
 
     def outcome(self, before: Fields, after: Fields, action: NumpyArray, dt: NumpyArray) -> Outcome:
         """The speed of the centre of mass and a bonus for staying upright, less the costs of control and contact."""
         healthy = _within(after["qpos"][:, 2], self.healthy_z_range)
         x_velocity = (_mass_center_x(after) - _mass_center_x(before)) / dt
         forward = self.forward_reward_weight * x_velocity
-        survive = healthy * self.healthy_reward
         control = self._control_cost(action.astype(np.float64))  # Gymnasium reads it from the simulation
         contact = self.contact_cost_weight * np.square(after["cfrc_ext"]).sum((1, 2))
-        contact = contact.clip(*self.contact_cost_range)
-        terms = {
-            "reward_survive": survive,
-            "reward_forward": forward,
-            "reward_ctrl": -control,
-            "reward_contact": -contact,
-        }
-        reward = forward + survive - (control + contact)
-        return Outcome(reward, ~healthy & self.terminate_when_unhealthy, terms)
+        return self._judge(healthy, forward, control, contact.clip(*self.contact_cost_range))
 
 
-def _mass_center_x(fields: Fields) -> NumpyArray:
+def _mass_center_x(fields: Fields) -> Any:
     """Σ_b m_b x_b / Σ_b m_b over the bodies."""
     mass = fields["body_mass"]
-    center: NumpyArray = np.einsum("nb,nbj->nj", mass, fields["xipos"])[:, 0] / mass.sum(1)
-    return center
+    return np.einsum("nb,nbj->nj", mass, fields["xipos"])[:, 0] / mass.sum(1)
 
 
 GYMNASIUM_TASKS: dict[str, type[MujocoTask]] = {

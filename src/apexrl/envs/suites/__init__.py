@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from apexrl.core.errors import ConfigError, did_you_mean
+from apexrl.envs.options import check_known
 from apexrl.envs.suites.base import InitState, Simulator, Split, TaskSuite
 from apexrl.envs.suites.instructions import INSTRUCTIONS, MT10
 
@@ -37,29 +38,21 @@ def make_suite(benchmark_name: str, task_names: Sequence[str] | None = None, **o
     if benchmark_name in _LIBERO:
         return _make("libero", "LiberoSuite", benchmark_name, task_names, options)
     known = _metaworld_tasks(benchmark_name)
-    for task in task_names:
-        if task not in known:
-            raise ConfigError(
-                f"task.task_names_to_use has {task!r}, which {benchmark_name} lacks.{did_you_mean(task, known)} "
-                f"Its tasks: {', '.join(known)}. Leave it empty for all of them."
-            )
+    rest = f" Its tasks: {', '.join(known)}. Leave it empty for all of them."
+    check_known(f"task.task_names_to_use: {benchmark_name} has no task", task_names, known, rest, ConfigError)
     return _make("metaworld", "MetaWorldSuite", benchmark_name, tuple(task_names) or known, options)
 
 
 def _metaworld_tasks(benchmark_name: str) -> tuple[str, ...]:
-    package, colon, part = benchmark_name.partition(":")
-    if not colon and package in _METAWORLD:
-        return _METAWORLD[package]
-    if colon and package == "metaworld":
-        if part.lower() in _METAWORLD:
-            return _METAWORLD[part.lower()]
-        if part in INSTRUCTIONS:
-            return (part,)
-    known = (*SUITES, *(f"metaworld:{task}" for task in INSTRUCTIONS))
-    raise ConfigError(
-        f"task.benchmark_name has no {benchmark_name!r}.{did_you_mean(benchmark_name, known)} "
-        f"Suites: {', '.join(SUITES)}, and metaworld:TASK for one task."
-    )
+    package, _, part = benchmark_name.partition(":")
+    single = {f"metaworld:{task}": (task,) for task in INSTRUCTIONS}
+    tasks = {**_METAWORLD, **single}.get(benchmark_name) or (package == "metaworld" and _METAWORLD.get(part.lower()))
+    if tasks:
+        return tasks
+    known = (*SUITES, *single)
+    hint = did_you_mean(benchmark_name, known)
+    every = f"{', '.join(SUITES)}, and metaworld:TASK for one task"
+    raise ConfigError(f"task.benchmark_name has no {benchmark_name!r}.{hint} Suites: {every}.")
 
 
 def _make(module: str, kind: str, name: str, task_names: Sequence[str], options: dict[str, Any]) -> TaskSuite:
@@ -67,10 +60,6 @@ def _make(module: str, kind: str, name: str, task_names: Sequence[str], options:
     suite_class = getattr(importlib.import_module(f"apexrl.envs.suites.{module}"), kind)
     parameters = inspect.signature(suite_class).parameters.values()
     known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    for option in options:
-        if option not in known:
-            raise ConfigError(
-                f"{name} has no option {option!r}.{did_you_mean(option, known)} Options: {', '.join(known)}."
-            )
+    check_known(f"{name} has no option", options, known, f" Options: {', '.join(known)}.", ConfigError)
     suite: TaskSuite = suite_class(name, task_names, **options)
     return suite

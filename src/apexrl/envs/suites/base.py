@@ -17,16 +17,26 @@ from apexrl.core.errors import ConfigError
 Split = Literal["train", "val", "test"]
 """``test`` is another name of ``val``: the initial states that are never trained on."""
 
+PICTURE_SIZE = 256
+"""Height and width of pictures for people."""
+
 
 def own_split(split: str) -> Literal["train", "val"]:
-    """Return the split that a name stands for.
-
-    Raises:
-        ConfigError: when there is none of that name.
-    """
+    """Return the split that a name stands for, or raise a ConfigError."""
     if split not in get_args(Split):
         raise ConfigError(f"split must be one of {', '.join(get_args(Split))}, got {split!r}.")
     return "train" if split == "train" else "val"
+
+
+def camera_space(num_numbers: int, cameras: Sequence[str], image_size: int) -> gym.spaces.Dict:
+    """Return the space of the group ``state``, and of a group of pictures for each camera."""
+    pictures = {camera: gym.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8) for camera in cameras}
+    return gym.spaces.Dict({"state": gym.spaces.Box(-np.inf, np.inf, (num_numbers,), np.float32), **pictures})
+
+
+def hash_init_state(init_state: NDArray[np.float64]) -> str:
+    """Name a state by the SHA-256 of its float64 bytes, without padding."""
+    return hashlib.sha256(np.ascontiguousarray(init_state, "<f8").tobytes()).hexdigest()
 
 
 class InitState(NamedTuple):
@@ -77,11 +87,7 @@ class Simulator(ABC):
         """Draw the scene for people, ``[H, W, 3]``."""
 
     def expert_action(self) -> NDArray[np.float32]:
-        """Return what the suite's scripted expert would do now.
-
-        Raises:
-            NotImplementedError: when the suite has no scripted experts.
-        """
+        """Return what the suite's scripted expert would do now; NotImplementedError where there is none."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -125,32 +131,19 @@ class TaskSuite(ABC):
         return np.stack(self.init_states(task_id, own_split(split)))
 
     def random_init_state(self, task_id: int, seed: Sequence[int]) -> NDArray[np.float64]:
-        """Return an initial state of a task drawn at random, the same one for the same seed; suites that can, do.
-
-        Raises:
-            ConfigError: when the suite has none but those of its splits.
-        """
+        """Return an initial state drawn at random, the same one for the same seed; a ConfigError where none can be."""
         raise ConfigError(f"task.random_init: '{self.name}' has fixed initial states only; set it to false.")
 
     def draw_episodes(self, count: int, rng: np.random.Generator) -> list[StateEpisode]:
-        """Draw episodes from different validation states, as many of each task.
-
-        Raises:
-            ConfigError: when there are fewer.
-        """
+        """Draw episodes from different validation states, as many of each task; a ConfigError where there are fewer."""
         states = [self.init_states(task_id, "val") for task_id in range(self.num_tasks)]
         if count > (known := self.num_tasks * min(map(len, states))):
-            raise ConfigError(
-                f"--episodes {count} is more than the validation states of '{self.name}': it has {known} for "
-                f"{self.num_tasks} tasks. Ask for fewer."
-            )
-        orders = [rng.permutation(len(of_task)) for of_task in states]
-        episodes = []
-        for number in range(count):
-            turn, task_id = divmod(number, self.num_tasks)
-            index = int(orders[task_id][turn])
-            episodes.append(StateEpisode(self.task_names[task_id], "val", index, _state_hash(states[task_id][index])))
-        return episodes
+            states_of_tasks = f"{known} validation states of the {self.num_tasks} tasks of '{self.name}'"
+            raise ConfigError(f"--episodes {count} is more than the {states_of_tasks}. Ask for fewer.")
+        orders = [rng.permutation(len(of_task)).tolist() for of_task in states]
+        turns = (divmod(number, self.num_tasks) for number in range(count))
+        drawn = [(task_id, orders[task_id][turn]) for turn, task_id in turns]
+        return [StateEpisode(self.task_names[t], "val", index, hash_init_state(states[t][index])) for t, index in drawn]
 
     def find_states(self, episodes: Sequence[StateEpisode]) -> list[InitState]:
         """Return the initial states of the episodes of a manifest.
@@ -164,28 +157,19 @@ class TaskSuite(ABC):
     def _find_state(self, states_of: Any, episode: StateEpisode) -> InitState:
         names = list(self.task_names)
         if episode.task not in names:
+            first = f"{', '.join(names[:10])}{', …' if len(names) > 10 else ''}"
             raise ConfigError(
-                f"The manifest has the task '{episode.task}', which this suite of {len(names)} tasks lacks: "
-                f"{', '.join(names[:10])}{', …' if len(names) > 10 else ''}."
-            )
-        if episode.split not in get_args(Split):
-            raise ConfigError(
-                f"The manifest has the split '{episode.split}'; there are {' and '.join(get_args(Split))}."
+                f"The manifest has the task '{episode.task}', which this suite of {len(names)} tasks lacks: {first}."
             )
         task_id = names.index(episode.task)
         known = states_of(task_id, own_split(episode.split))
-        if episode.init_state >= len(known) or _state_hash(known[episode.init_state]) != episode.hash:
+        if episode.init_state >= len(known) or hash_init_state(known[episode.init_state]) != episode.hash:
             raise ConfigError(
-                f"Initial state {episode.init_state} of '{episode.task}' ({episode.split}) is not the one that the "
-                "manifest means: the simulator here is of another version. Install the version that the manifest was "
-                "written with, or write a new one with 'apexrl manifest'."
+                f"Initial state {episode.init_state} of '{episode.task}' ({episode.split}) is another than in the "
+                "manifest. Install the simulator's version that wrote it, or write a new one with 'apexrl manifest'."
             )
         return InitState(task_id, known[episode.init_state])
 
     @abstractmethod
     def make_simulator(self, task_id: int) -> Simulator:
         """Make the simulator of a task; called inside a worker."""
-
-
-def _state_hash(state: NDArray[np.float64]) -> str:
-    return hashlib.sha256(np.ascontiguousarray(state, "<f8").tobytes()).hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -20,17 +20,11 @@ from apexrl.core.types import CONTROL_STEPS, EPISODE_ID, INSTRUCTION_KEY, LOST, 
 from apexrl.envs.base import VecEnv
 from apexrl.envs.display import draw_without_display
 from apexrl.envs.mujoco.simulation import num_cores
+from apexrl.envs.options import check_at_least
 from apexrl.envs.step_buffers import StepBuffers
 from apexrl.envs.suites.base import InitState, Split, StateEpisode, TaskSuite, own_split
 from apexrl.envs.workers.arrays import make_buffers
-from apexrl.envs.workers.suite_processes import SlotProgress, SuiteWorkers, WorkerCounts
-
-__all__ = ["INSTRUCTION_BYTES", "SuiteVecEnv", "encode_instruction"]
-
-_METRICS = {
-    "success": MetricSpec("success", "max"),
-    "control_steps": MetricSpec("control_steps", "sum", "rollout"),
-}
+from apexrl.envs.workers.suite_processes import Answer, SlotProgress, SuiteWorkers, WorkerCounts
 
 
 class SuiteVecEnv(VecEnv):
@@ -70,6 +64,10 @@ class SuiteVecEnv(VecEnv):
 
     episode_type = StateEpisode
     suite: TaskSuite
+    metric_specs: Mapping[str, MetricSpec] = {
+        "success": MetricSpec("success", "max"),
+        "control_steps": MetricSpec("control_steps", "sum", "rollout"),
+    }
 
     def __init__(
         self,
@@ -84,11 +82,9 @@ class SuiteVecEnv(VecEnv):
         device: torch.device | str = "cpu",
         step_timeout: float = 60.0,
     ) -> None:
-        least = {"num_envs": (num_envs, 1), "chunk": (chunk, 1), "num_workers": (num_workers, 0)}
-        least |= {"max_cached_envs": (max_cached_envs, 1), "max_steps": (max_steps, 1)}
-        for name, (value, minimum) in least.items():
-            if value is not None and value < minimum:
-                raise ConfigError(f"SuiteVecEnv.{name} must be at least {minimum}, got {value}.")
+        counts = {"chunk": chunk, "max_cached_envs": max_cached_envs, "max_steps": max_steps}
+        check_at_least("SuiteVecEnv.", 1, num_envs=num_envs, **counts)
+        check_at_least("SuiteVecEnv.", 0, num_workers=num_workers)
         if step_timeout <= 0:
             raise ConfigError(f"SuiteVecEnv.step_timeout must be above 0 seconds, got {step_timeout}.")
         self.suite, self.num_envs, self.chunk, self.split = suite, num_envs, chunk, own_split(split)
@@ -98,19 +94,11 @@ class SuiteVecEnv(VecEnv):
         """Control steps after which an episode is truncated."""
         self.max_episode_steps = -(-self.horizon // chunk)
         self.video_fps = max(2.0, suite.control_hz / chunk)
-        self._options: dict[str, Any] = {
-            "chunk": chunk,
-            "num_workers": num_workers,
-            "max_cached_envs": max_cached_envs,
-            "max_steps": max_steps,
-            "step_timeout": step_timeout,
-        }
+        self._options: dict[str, Any] = {**counts, "num_workers": num_workers, "step_timeout": step_timeout}
         self._instructions = np.stack([encode_instruction(text) for text in suite.instructions])
         words = gym.spaces.Box(0, 255, (INSTRUCTION_BYTES,), np.uint8)
-        groups = {**suite.observation_space.spaces, INSTRUCTION_KEY: words}
-        self.observation_space = gym.spaces.Dict(groups)
-        self._action_size = int(np.prod(suite.action_space.shape))
-        self.action_space = gym.spaces.Box(-1.0, 1.0, (chunk * self._action_size,), np.float32)
+        self.observation_space = gym.spaces.Dict({**suite.observation_space.spaces, INSTRUCTION_KEY: words})
+        self.action_space = gym.spaces.Box(-1.0, 1.0, (chunk * int(np.prod(suite.action_space.shape)),), np.float32)
         self._make_buffers()
         self._states: dict[int, list[NDArray[np.float64]]] = {}
         self._assigned: tuple[list[InitState], int] | None = None
@@ -136,19 +124,17 @@ class SuiteVecEnv(VecEnv):
         """Started when first needed: who only asks for spaces, or learns from demonstrations, has no processes."""
         if self._is_closed:
             raise EnvError("The environment is closed; make another.")
-        if self._started is None:
-            self._started = self._start()
+        self._started = self._started or self._start()
         return self._started
 
     def _make_buffers(self) -> None:
         N = self.num_envs
-        arrays, _ = make_buffers(self.observation_space, self.action_space, N, len(_METRICS))
+        arrays, _ = make_buffers(self.observation_space, self.action_space, N, len(self.metric_specs))
         self._obs, self._terminated = arrays.obs, arrays.terminated
-        self._info: dict[str, NDArray[Any]] = {
-            name: np.zeros((N, 1), np.int64) for name in (EPISODE_ID, TASK_ID, CONTROL_STEPS)
-        }
+        integers = (EPISODE_ID, TASK_ID, CONTROL_STEPS)
+        self._info: dict[str, NDArray[Any]] = {name: np.zeros((N, 1), np.int64) for name in integers}
         self._info[LOST] = np.zeros((N, 1), np.bool_)
-        self._buffers = StepBuffers(arrays, _METRICS, self.device, self._info)
+        self._buffers = StepBuffers(arrays, self.metric_specs, self.device, self._info)
         self._episode, self._task = np.full(N, -1), np.full(N, -1)
         """Number and task of the running episode; -1 where there is none."""
         self._elapsed = np.zeros(N, np.int64)
@@ -162,16 +148,9 @@ class SuiteVecEnv(VecEnv):
         return self.suite.num_tasks * min(len(self._states_of(task)) for task in range(self.suite.num_tasks))
 
     @property
-    def metric_specs(self) -> Mapping[str, MetricSpec]:
-        """``success``, and the length of the episode in ``control_steps``."""
-        return _METRICS
-
-    @property
     def busy(self) -> bool:
         """Whether an assigned episode has not ended yet."""
-        if self._assigned is not None:
-            return True
-        return self._queue is not None and bool((self._episode >= 0).any())
+        return self._assigned is not None or (self._queue is not None and bool((self._episode >= 0).any()))
 
     def assign(self, episodes: Sequence[InitState], max_steps: int | None = None) -> None:
         """Let the next ``reset`` start these episodes; ``episode_id`` is the index in the list.
@@ -188,13 +167,10 @@ class SuiteVecEnv(VecEnv):
         """
         if not episodes:
             raise EnvError("SuiteVecEnv.assign needs at least one episode.")
-        if max_steps is not None and max_steps < 1:
-            raise ConfigError(f"max_steps must be at least 1, got {max_steps}.")
-        for task, _ in episodes:
-            if not 0 <= task < self.suite.num_tasks:
-                raise EnvError(
-                    f"An episode of task {task} was assigned; '{self.suite.name}' has {self.suite.num_tasks}."
-                )
+        check_at_least("", 1, max_steps=max_steps)
+        if unknown := {task for task, _ in episodes} - {*range(self.suite.num_tasks)}:
+            num_tasks = f"'{self.suite.name}' has {self.suite.num_tasks}"
+            raise EnvError(f"An episode of task {min(unknown)} was assigned; {num_tasks}.")
         self._assigned = list(episodes), self.horizon if max_steps is None else max_steps
 
     def independent(self) -> SuiteVecEnv:
@@ -218,11 +194,9 @@ class SuiteVecEnv(VecEnv):
         """Start the assigned episodes, or those of the split from number 0; the seed changes nothing."""
         self._queue, self._limit = self._assigned or (None, self.horizon)
         self._assigned = None
-        self._waiting = {}
+        self._end_episodes()
         for number, (task, _) in enumerate(self._queue or []):
             self._waiting.setdefault(int(task) if self.suite.renders else 0, deque()).append(number)
-        self._episode.fill(-1)
-        self._task.fill(-1)
         self._lost.fill(False)
         self._was_reset = True
         self._begin(range(self.num_envs))
@@ -263,7 +237,7 @@ class SuiteVecEnv(VecEnv):
             self._terminated[slots, 0] = solved
             info[CONTROL_STEPS][slots, 0] = taken
         arrays = self._buffers.arrays
-        arrays.metric[:] = self._terminated, info[CONTROL_STEPS]  # in the order of _METRICS
+        arrays.metric[:] = self._terminated, info[CONTROL_STEPS]  # in the order of metric_specs
         arrays.reward[:] = self._terminated
         over = idle | self._lost | (self._elapsed >= self._limit)
         arrays.truncated[:, 0] = over & ~self._terminated[:, 0]
@@ -271,29 +245,24 @@ class SuiteVecEnv(VecEnv):
 
     def _begin(self, slots: Sequence[int]) -> None:
         """Start the next episodes in these environments; where there is none, the environment idles."""
-        started: list[int] = []
-        idle: list[int] = []
-        states: list[NDArray[np.float64]] = []
+        states: dict[int, NDArray[np.float64]] = {}
         for slot in slots:
             number = self._next_number(slot)
             self._episode[slot], self._task[slot], self._elapsed[slot], self._lost[slot] = number, -1, 0, False
-            if number < 0:
-                idle.append(slot)
-            else:
-                self._task[slot], state = self._init_state(number)
-                started.append(slot)
-                states.append(state)
-        if not started:
+            if number >= 0:
+                self._task[slot], states[slot] = self._init_state(number)
+        if not states:
             return
+        started, idle = list(states), [slot for slot in slots if slot not in states]
         tasks = self._task[started]
-        found, lost = self._call(self._workers.begin, started, tasks.tolist(), states, idle)
+        found, lost = self._call(self._workers.begin, started, tasks.tolist(), list(states.values()), idle)
         self._obs[INSTRUCTION_KEY][started] = self._instructions[tasks]
         for progress in found:
             self._see(progress.slots, progress.obs)
         self._lost[lost] = True  # the next step reports it
         if self.suite.renders:
             for slot in set(lost) & set(started):
-                self._give_up(int(self._task[slot]), states[started.index(slot)])
+                self._give_up(int(self._task[slot]), states[slot])
 
     def _give_up(self, task: int, state: NDArray[np.float64]) -> None:
         """Leave out what waits to start from a state at which a simulator has just died.
@@ -301,20 +270,16 @@ class SuiteVecEnv(VecEnv):
         Its task's slot would try it again at once, and a worker that dies three times in a row ends the run.
         """
         numbers = self._waiting.pop(task, ())
-        kept = deque(number for number in numbers if not np.array_equal(self._init_state(number)[1], state))
-        if kept:
+        if kept := deque(number for number in numbers if not np.array_equal(self._init_state(number)[1], state)):
             self._waiting[task] = kept
 
     def _see(self, slots: Sequence[int], obs: Mapping[str, NDArray[Any]]) -> None:
-        """Write what some environments observe into the buffers.
-
-        Raises:
-            EnvError: when it is not finite; no success would come of it, and a batch without any teaches nothing.
-        """
+        """Write what some environments observe into the buffers."""
         for name, rows in obs.items():
             self._obs[name][slots] = rows
+            # No success would come of it, and a batch without any teaches nothing.
             if rows.dtype.kind == "f" and not np.isfinite(rows).all():
-                bad = slots[int(np.flatnonzero(~np.isfinite(rows.reshape(len(rows), -1)).all(1))[0])]
+                bad = slots[int(np.argmin(np.isfinite(rows.reshape(len(rows), -1)).all(1)))]
                 raise EnvError(
                     f"The observation '{name}' of environment {bad} is not finite after {self._elapsed[bad]} control "
                     f"steps of task '{self.task_names[self._task[bad]]}': its simulator has failed."
@@ -329,9 +294,8 @@ class SuiteVecEnv(VecEnv):
         if task not in self._waiting:
             running = Counter(self._task.tolist())
             task = max(self._waiting, key=lambda other: len(self._waiting[other]) / (1 + running[other]))
-        numbers = self._waiting[task]
-        number = numbers.popleft()
-        if not numbers:
+        number = self._waiting[task].popleft()
+        if not self._waiting[task]:
             del self._waiting[task]
         return number
 
@@ -347,41 +311,36 @@ class SuiteVecEnv(VecEnv):
             self._states[task] = self.suite.init_states(task, self.split)
         return self._states[task]
 
-    def _call(self, function: Any, *arguments: Any) -> tuple[list[SlotProgress], list[int]]:
+    def _call(self, function: Callable[..., Answer], *arguments: Any) -> Answer:
         try:
-            answer: tuple[list[SlotProgress], list[int]] = function(*arguments)
+            return function(*arguments)
         except EnvError:
             self._was_reset = False  # some environments have stepped, others not
             self._queue = None
             raise
-        return answer
 
     def spawn(self, num_envs: int) -> SuiteVecEnv:
         """Make an environment of the same suite on the initial states of ``val``, with workers of its own."""
         return SuiteVecEnv(self.suite, num_envs, split="val", device=self.device, **self._options)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return an empty state when no episode runs; None otherwise, when there is no way to go on from here."""
+        """Return an empty state when no episode runs; None otherwise: there is no way to go on from here."""
         return None if self._was_reset and (self._episode >= 0).any() else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state in which no episode ran; ``reset`` starts the next.
-
-        Raises:
-            EnvStateError: for any other state.
-        """
+        """Go back to a state in which no episode ran, the only one there is; ``reset`` starts the next."""
         if state:
             raise EnvStateError(f"SuiteVecEnv has no state between episodes; this one holds {sorted(state)}.")
-        self._queue, self._waiting = [], {}
+        self._queue = []
+        self._end_episodes()
+
+    def _end_episodes(self) -> None:
+        self._waiting = {}
         self._episode.fill(-1)
         self._task.fill(-1)
 
     def render(self, index: int = 0) -> NDArray[np.uint8]:
-        """Draw the scene of environment ``index`` as an ``[H, W, 3]`` picture.
-
-        Raises:
-            EnvError: when no episode runs in it, or its simulator cannot draw.
-        """
+        """Draw the scene of environment ``index``, in which an episode must run, as an ``[H, W, 3]`` picture."""
         if self._episode[index] < 0:
             raise EnvError(f"There is nothing to draw: environment {index} runs no episode.")
         return self._workers.picture(index)
@@ -390,9 +349,8 @@ class SuiteVecEnv(VecEnv):
         """Close the simulators and end the workers; the next ``reset`` starts others. What runs ends here."""
         if self._started is not None:
             self._started.close()
-        self._started, self._was_reset, self._queue, self._waiting = None, False, None, {}
-        self._episode.fill(-1)
-        self._task.fill(-1)
+        self._started, self._was_reset, self._queue = None, False, None
+        self._end_episodes()
 
     def close(self) -> None:
         """Close the simulators and end the workers."""

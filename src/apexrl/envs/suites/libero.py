@@ -25,10 +25,11 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
-from apexrl.core.errors import ConfigError, EnvError, EnvStateError, did_you_mean
+from apexrl.core.errors import ConfigError, EnvError, EnvStateError
 from apexrl.envs.camera import Camera
 from apexrl.envs.display import draw_without_display
-from apexrl.envs.suites.base import Simulator, Split, TaskSuite, own_split
+from apexrl.envs.options import check_at_least, check_known
+from apexrl.envs.suites.base import PICTURE_SIZE, Simulator, Split, TaskSuite, camera_space, own_split
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Control steps an episode may take, as is usual for each suite."""
@@ -48,27 +49,16 @@ NUM_TRAIN_STATES = 40
 ASSETS_VARIABLE = "APEXRL_LIBERO_ASSETS"
 """Names the folder of scene files where they are not in one of LIBERO's own places."""
 
-PICTURE_SIZE = 256
-"""Height and width of pictures for people."""
-
 _PACKAGES = ("libero", "robosuite", "bddl", "numba", "cv2", "easydict", "future", "termcolor")
 _INSTALL = (
     "'make install-libero' in a source tree, or: pip install --no-deps hf-libero==0.1.4 robosuite==1.4.0 bddl==1.0.1 "
     "&& pip install 'apexrl[libero]'"
 )
 _PLACEMENT_SEED = 0
-_MEASURED = [
-    "ee_pos",
-    "ee_ori_mat",
-    "ee_pos_vel",
-    "ee_ori_vel",
-    "joint_pos",
-    "joint_vel",
-    "J_pos",
-    "J_ori",
-    "J_full",
+_MEASURED = (
+    "ee_pos", "ee_ori_mat", "ee_pos_vel", "ee_ori_vel", "joint_pos", "joint_vel", "J_pos", "J_ori", "J_full",
     "mass_matrix",
-]
+)  # fmt: skip
 
 Rendering = Literal["fast", "full"]
 
@@ -107,18 +97,19 @@ class LiberoSuite(TaskSuite):
         horizon: int | None = None,
         assets: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._check(benchmark_name, cameras, image_size, rendering)
+        rest = f" Known are {', '.join(HORIZONS)}."
+        check_known("task.benchmark_name: LIBERO has no suite", [benchmark_name], HORIZONS, rest, ConfigError)
+        check_known("cameras: LIBERO has no camera", cameras, CAMERAS, f" Known are {', '.join(CAMERAS)}.", ConfigError)
+        check_at_least("", 1, image_size=image_size)
+        if rendering not in ("fast", "full"):
+            raise ConfigError(f"rendering must be 'fast' or 'full', got '{rendering}'.")
         missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
         if missing:
             raise ConfigError(f"task.benchmark_name {benchmark_name} needs {', '.join(missing)}. Install: {_INSTALL}")
         self.assets = str(_find_assets(assets))
         known = _import_libero("benchmark").task_maps[benchmark_name]
-        for name in task_names:
-            if name not in known:
-                hint = did_you_mean(name, known)
-                raise ConfigError(
-                    f"task.task_names_to_use: {benchmark_name} has no task '{name}'.{hint} Leave it empty for all."
-                )
+        subject = f"task.task_names_to_use: {benchmark_name} has no task"
+        check_known(subject, task_names, known, " Leave it empty for all.", ConfigError)
         tasks = [known[name] for name in task_names or known]
         self.name = benchmark_name
         self.task_names: Sequence[str] = [task.name for task in tasks]
@@ -126,56 +117,27 @@ class LiberoSuite(TaskSuite):
         self.horizon = HORIZONS[benchmark_name] if horizon is None else horizon
         self.cameras, self.image_size, self.rendering = tuple(cameras), image_size, rendering
         self.renders = bool(cameras)
-        picture = gym.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
-        self.observation_space = gym.spaces.Dict(
-            {"state": gym.spaces.Box(-np.inf, np.inf, (8,), np.float32), **dict.fromkeys(self.cameras, picture)}
-        )
+        self.observation_space = camera_space(8, self.cameras, image_size)
         root = _libero_root()
         self._bddl = [str(root / "bddl_files" / task.problem_folder / task.bddl_file) for task in tasks]
         self._init_files = [str(root / "init_files" / task.problem_folder / task.init_states_file) for task in tasks]
 
-    @staticmethod
-    def _check(benchmark_name: str, cameras: Sequence[str], image_size: int, rendering: str) -> None:
-        if benchmark_name not in HORIZONS:
-            hint = did_you_mean(benchmark_name, HORIZONS) or f" Known are {', '.join(HORIZONS)}."
-            raise ConfigError(f"task.benchmark_name: LIBERO has no suite '{benchmark_name}'.{hint}")
-        for name in cameras:
-            if name not in CAMERAS:
-                raise ConfigError(f"cameras: LIBERO has no camera '{name}'. Known are {', '.join(CAMERAS)}.")
-        if image_size < 1:
-            raise ConfigError(f"image_size must be at least 1, got {image_size}.")
-        if rendering not in ("fast", "full"):
-            raise ConfigError(f"rendering must be 'fast' or 'full', got '{rendering}'.")
-
     def init_states(self, task_id: int, split: Split = "train") -> list[NDArray[np.float64]]:
         """Return LIBERO's initial states of a task: the first 40 for training, the last 10 for validation."""
-        # The files are pickled arrays: only what an array is made of is let through.
-        make_array = np.empty(0).__reduce__()[0]
-        old_name = (make_array, "numpy.core.multiarray._reconstruct")
-        allowed: list[Any] = [old_name, np.ndarray, np.dtype, type(np.dtype(np.float64))]
+        # The files are pickled arrays: only what an array is made of is let through, under its older name.
+        make_array = (np.empty(0).__reduce__()[0], "numpy.core.multiarray._reconstruct")
+        allowed: list[Any] = [make_array, np.ndarray, np.dtype, type(np.dtype(np.float64))]
         with torch.serialization.safe_globals(allowed):
             states = np.asarray(torch.load(self._init_files[task_id], weights_only=True), np.float64)
         return list(states[:NUM_TRAIN_STATES] if own_split(split) == "train" else states[NUM_TRAIN_STATES:])
 
     def make_simulator(self, task_id: int) -> LiberoSimulator:
-        """Make the simulator of a task (1 to 5 s).
-
-        Raises:
-            EnvError: when a scene file is missing.
-        """
+        """Make the simulator of a task (1 to 5 s); a missing scene file is an EnvError."""
         return LiberoSimulator(self._bddl[task_id], self.assets, self.cameras, self.image_size, self.rendering)
 
 
 class LiberoSimulator(Simulator):
-    """One LIBERO task.
-
-    Args:
-        bddl_file: LIBERO's description of the task.
-        assets: folder of the scene files.
-        cameras: groups to draw in ``observe``.
-        image_size: height and width of a picture.
-        rendering: ``fast`` or ``full``.
-    """
+    """One LIBERO task, described by a ``bddl_file``; the other arguments are those of ``LiberoSuite``."""
 
     def __init__(
         self, bddl_file: str, assets: str, cameras: Sequence[str], image_size: int, rendering: Rendering
@@ -204,9 +166,6 @@ class LiberoSimulator(Simulator):
 
         One of LIBERO's initial states (time, positions, velocities) is followed by ten null actions, in which the
         objects come to rest; what ``state`` returned is gone to as it is.
-
-        Raises:
-            EnvStateError: when the state has another length than this task's.
         """
         if len(init_state) == self._num_init:
             self._restore_init(init_state)
@@ -215,10 +174,8 @@ class LiberoSimulator(Simulator):
         elif len(init_state) == self._num_full + 14:
             self._restore_full(init_state)
         else:
-            raise EnvStateError(
-                f"This LIBERO task has states of {self._num_init} numbers (initial) or {self._num_full + 14} (full), "
-                f"got {len(init_state)}: the state belongs to another task."
-            )
+            sizes = f"{self._num_init} numbers (initial) or {self._num_full + 14} (full)"
+            raise EnvStateError(f"This LIBERO task has states of {sizes}; {len(init_state)} are of another task.")
 
     def _restore_init(self, state: NDArray[np.float64]) -> None:
         self._mujoco.mj_resetData(self._model, self._data)
@@ -272,14 +229,9 @@ class LiberoSimulator(Simulator):
         return {"state": state.astype(np.float32), **pictures}
 
     def picture(self) -> NDArray[np.uint8]:
-        """Draw what the camera ``agentview`` sees.
-
-        Raises:
-            EnvError: when this machine has no way to draw.
-        """
+        """Draw what the camera ``agentview`` sees."""
         self._place()
-        if self._camera_context is None:
-            self._camera_context = self._make_camera_context()
+        self._camera_context = self._camera_context or self._make_camera_context()
         return self._camera_context.draw(CAMERAS["agentview"], PICTURE_SIZE)
 
     def _place(self) -> None:
@@ -289,14 +241,10 @@ class LiberoSimulator(Simulator):
         self._mujoco.mj_camlight(self._model, self._data)
 
     def _make_camera_context(self) -> Camera:
-        # Not robosuite's: a second one in the process would take over the pictures of the first.
-        return Camera(
-            self._model,
-            self._data,
-            max(self._image_size, PICTURE_SIZE),
-            fast=self._rendering == "fast",
-            hidden_groups=(0,),  # shapes for collisions
-        )
+        # Not robosuite's: a second one in the process would take over the pictures of the first. Group 0 are shapes for
+        # collisions.
+        size, fast = max(self._image_size, PICTURE_SIZE), self._rendering == "fast"
+        return Camera(self._model, self._data, size, fast=fast, hidden_groups=(0,))
 
     def close(self) -> None:
         """Free the simulation and its graphics context; a second call does nothing."""
@@ -319,9 +267,7 @@ def _axis_angle(quaternion: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _libero_root() -> Path:
-    spec = importlib.util.find_spec("libero")
-    assert spec is not None
-    assert spec.origin is not None
+    spec: Any = importlib.util.find_spec("libero")
     return Path(spec.origin).parent / "libero"
 
 
@@ -376,17 +322,14 @@ def _quiet_import() -> Iterator[None]:
     """
     logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
     before = {name: os.environ.get(name) for name in ("LIBERO_CONFIG_PATH", "MUJOCO_GL")}
-    if "libero.libero" not in sys.modules:
-        os.environ["LIBERO_CONFIG_PATH"] = _write_libero_config()
-    else:
-        os.environ["LIBERO_CONFIG_PATH"] = sys.modules["libero.libero"].libero_config_path
+    imported = sys.modules.get("libero.libero")
+    os.environ["LIBERO_CONFIG_PATH"] = imported.libero_config_path if imported else _write_libero_config()
     try:
         yield
     finally:
         for name, value in before.items():  # robosuite sets MUJOCO_GL
-            if value is None:
-                os.environ.pop(name, None)
-            else:
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value
 
 

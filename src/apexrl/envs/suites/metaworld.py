@@ -14,18 +14,17 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from apexrl.core.errors import ConfigError, EnvError, did_you_mean
+from apexrl.core.errors import ConfigError, EnvError
 from apexrl.envs.camera import Camera
 from apexrl.envs.display import draw_without_display
-from apexrl.envs.suites.base import Simulator, Split, TaskSuite, own_split
+from apexrl.envs.options import check_at_least, check_known
+from apexrl.envs.suites.base import PICTURE_SIZE, Simulator, Split, TaskSuite, camera_space, own_split
 from apexrl.envs.suites.instructions import INSTRUCTIONS, MT10
 
 TASK_NAMES: tuple[str, ...] = tuple(INSTRUCTIONS)
 """All 50 tasks, in Meta-World's order."""
 CAMERAS: tuple[str, ...] = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
 """What a task can be seen from; pictures of the corners are turned upright."""
-PICTURE_SIZE = 256
-"""Height and width of pictures for people."""
 
 _FRAME, _OBJECT = 18, 4  # numbers of one frame of the observation, and where the objects begin in it
 _NONE = float(np.finfo(np.float64).max)  # stands for None in a state; NaN would make equal states unequal
@@ -38,14 +37,7 @@ class MetaWorldSimulator(Simulator):
     The state is MuJoCo's integration state, what a reset changes in the model (positions of bodies and sites), and
     every number the task keeps in Python. Among these is the last observation, which also holds the frame before.
 
-    Args:
-        task_name: such as ``reach-v3``.
-        cameras: what ``observe`` draws.
-        image_size: height and width of their pictures.
-        privileged: whether objects and goal are observed; otherwise only the hand's position and its opening are.
-
-    Raises:
-        EnvError: when Meta-World is not installed.
+    The arguments besides the task's name are those of ``MetaWorldSuite``.
     """
 
     def __init__(
@@ -54,7 +46,7 @@ class MetaWorldSimulator(Simulator):
         environments, experts = _import("metaworld.env_dict"), _import("metaworld.policies")
         self._mujoco: Any = importlib.import_module("mujoco")
         self._cameras, self._image_size = tuple(cameras), image_size
-        self._num_observed = 2 * _FRAME + 3 if privileged else _OBJECT
+        self._num_observed = _num_observed(privileged)
         self._camera_context: Camera | None = None
         self._expert = experts.ENV_POLICY_MAP[task_name]()
         env = self._env = environments.ALL_V3_ENVIRONMENTS[task_name]()
@@ -102,14 +94,12 @@ class MetaWorldSimulator(Simulator):
             position += part.size
         env = self._env
         for name, shape, kind in self._attributes:
+            size = 1 if shape is None else int(np.prod(shape))
+            value, position = init_state[position : position + size], position + size
             if shape is None:
-                value = init_state[position]
-                setattr(env, name, None if value == _NONE else kind(value))
-                position += 1
+                setattr(env, name, None if value[0] == _NONE else kind(value[0]))
             else:
-                size = int(np.prod(shape))
-                setattr(env, name, init_state[position : position + size].reshape(shape).astype(kind))
-                position += size
+                setattr(env, name, value.reshape(shape).astype(kind))
         if position != init_state.size:
             raise EnvError(f"A state of {type(env).__name__} has {position} numbers, got {init_state.size}.")
         self._mujoco.mj_setState(self._model, self._data, physics, self._integration)
@@ -196,9 +186,9 @@ class MetaWorldSimulator(Simulator):
         return found
 
     def _draw(self, camera: str, size: int) -> NDArray[np.uint8]:
-        if self._camera_context is None:
-            self._camera_context = Camera(self._model, self._data, max(self._image_size, PICTURE_SIZE))
-        return self._camera_context.draw(camera, size, upside_down=camera.startswith("corner"))
+        context = self._camera_context or Camera(self._model, self._data, max(self._image_size, PICTURE_SIZE))
+        self._camera_context = context
+        return context.draw(camera, size, upside_down=camera.startswith("corner"))
 
 
 class MetaWorldSuite(TaskSuite):
@@ -232,11 +222,9 @@ class MetaWorldSuite(TaskSuite):
         cameras: Sequence[str] = (),
         image_size: int = 64,
     ) -> None:
-        _check_names("task_names", task_names, TASK_NAMES)
-        _check_names("task.cameras", cameras, CAMERAS)
-        for field, value in (("horizon", horizon), ("num_init_states", num_init_states), ("image_size", image_size)):
-            if value < 1:
-                raise ConfigError(f"{field} must be at least 1, got {value}.")
+        for field, names, known in (("task_names", task_names, TASK_NAMES), ("task.cameras", cameras, CAMERAS)):
+            check_known(f"{field} has no", names, known, f" Known: {', '.join(known)}.", ConfigError)
+        check_at_least("", 1, horizon=horizon, num_init_states=num_init_states, image_size=image_size)
         _import("metaworld.env_dict")
         self.name, self.horizon, self.num_init_states = name, horizon, num_init_states
         self.task_names: Sequence[str] = tuple(task_names)
@@ -244,10 +232,7 @@ class MetaWorldSuite(TaskSuite):
         self.privileged, self.cameras, self.image_size = privileged, tuple(cameras), image_size
         self.renders = bool(cameras)
         self.action_space = gym.spaces.Box(-1.0, 1.0, (4,), np.float32)
-        size = 2 * _FRAME + 3 if privileged else _OBJECT
-        groups: dict[str, gym.Space[Any]] = {"state": gym.spaces.Box(-np.inf, np.inf, (size,), np.float32)}
-        groups |= {camera: gym.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8) for camera in self.cameras}
-        self.observation_space = gym.spaces.Dict(groups)
+        self.observation_space = camera_space(_num_observed(privileged), self.cameras, image_size)
 
     def init_states(self, task_id: int, split: Split = "train") -> list[NDArray[np.float64]]:  # noqa: D102
         return list(_init_states(self.task_names[task_id], own_split(split), self.num_init_states))
@@ -320,10 +305,9 @@ def _init_states(task_name: str, split: Literal["train", "val"], num_states: int
     return states
 
 
-def _check_names(field: str, names: Sequence[str], known: Sequence[str]) -> None:
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"{field} has no {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+def _num_observed(privileged: bool) -> int:
+    """Two frames and the goal, or the hand alone."""
+    return 2 * _FRAME + 3 if privileged else _OBJECT
 
 
 def _import(module: str) -> Any:

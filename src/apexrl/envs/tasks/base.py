@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from apexrl.core.errors import ConfigError, EnvError, EnvStateError
+from apexrl.core.errors import EnvError, EnvStateError
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import EnvStep, Observation
 from apexrl.envs.base import VecEnv
+from apexrl.envs.options import check_count
 from apexrl.envs.tasks.drawing import Canvas
 
 
@@ -53,15 +54,14 @@ class TensorTask(VecEnv):
     dt: ClassVar[float | None] = None
     """Simulated seconds of a step; None for a task without time."""
     metrics: ClassVar[tuple[MetricSpec, ...]] = ()
+    metric_specs: Mapping[str, MetricSpec] = {}
+    """``metrics`` by name."""
     capturable = True
     max_episode_steps: int
 
     def __init__(self, num_envs: int, device: torch.device | str = "cpu", **options: Any) -> None:
-        for name, value in (("num_envs", num_envs), ("max_episode_steps", self.max_episode_steps)):
-            if not isinstance(value, int | np.integer):
-                raise ConfigError(f"{type(self).__name__}.{name} must be a whole number, got {value!r}")
-            if value < 1:
-                raise ConfigError(f"{type(self).__name__}.{name} must be at least 1, got {value}")
+        check_count(f"{type(self).__name__}.num_envs", num_envs)
+        check_count(f"{type(self).__name__}.max_episode_steps", self.max_episode_steps)
         self.num_envs = num_envs
         self.device = torch.device(device)
         self.state = torch.zeros(num_envs, self.state_size, device=self.device)
@@ -72,7 +72,7 @@ class TensorTask(VecEnv):
         self.generator.manual_seed(int(torch.randint(2**62, ())))
         self._options = options
         self._transition: Callable[..., Any] = self._eager_transition
-        self._metric_specs = {spec.name: spec for spec in self.metrics}
+        self.metric_specs = {spec.name: spec for spec in self.metrics}
         size = gym.spaces.flatdim(self.action_space) if isinstance(self.action_space, gym.spaces.Box) else 1
         self._action_shape = (num_envs, size)
 
@@ -86,10 +86,7 @@ class TensorTask(VecEnv):
 
     @abstractmethod
     def _advance(self, state: Tensor, action: Tensor, *noise: Any, **_: Any) -> Transition:
-        """Move ``state [N, S]`` on by one ``action [N, A]`` without changing it.
-
-        A task names the tensors of its ``_draw_noise`` as further arguments; one without noise has none.
-        """
+        """Move ``state [N, S]`` on by one ``action [N, A]`` without changing it; ``noise`` is from ``_draw_noise``."""
 
     @abstractmethod
     def _observe(self, state: Tensor) -> Any:
@@ -98,11 +95,6 @@ class TensorTask(VecEnv):
     @abstractmethod
     def _paint(self, canvas: Canvas, state: list[float]) -> None:
         """Draw one environment's state."""
-
-    @property
-    def metric_specs(self) -> Mapping[str, MetricSpec]:
-        """The task's metrics by name."""
-        return self._metric_specs
 
     def reset(self, seed: int | None = None) -> Observation:
         """Start a new episode everywhere; a seed makes everything that follows repeatable."""
@@ -117,16 +109,13 @@ class TensorTask(VecEnv):
     def step(self, action: Tensor) -> EnvStep:
         """Apply the actions ``[N, A]``; ``final_obs`` is the true successor of every row."""
         if action.shape != self._action_shape:
-            raise EnvError(
-                f"{type(self).__name__} needs actions of shape {list(self._action_shape)}, got {list(action.shape)}."
-            )
-        state, elapsed, step = self._transition(
-            self.state, self.elapsed, action.detach(), self._draw(), *self._draw_noise()
-        )
+            needed, name = list(self._action_shape), type(self).__name__
+            raise EnvError(f"{name} needs actions of shape {needed}, got {list(action.shape)}.")
+        drawn = self._draw(), *self._draw_noise()
+        state, elapsed, step = self._transition(self.state, self.elapsed, action.detach(), *drawn)
         self.state.copy_(state)
         self.elapsed.copy_(elapsed)
-        obs, reward, terminated, truncated, final_obs, metric = step
-        return EnvStep(obs, reward, terminated, truncated, final_obs, metric)
+        return EnvStep(*step)
 
     def _eager_transition(
         self, state: Tensor, elapsed: Tensor, action: Tensor, fresh: Tensor, *noise: Tensor
@@ -150,27 +139,18 @@ class TensorTask(VecEnv):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the exact state of the episodes and of the random generator as tensors."""
-        return {
-            "state": self.state.clone(),
-            "elapsed": self.elapsed.clone(),
-            "generator": self.generator.get_state(),
-        }
+        parts = {"state": self.state, "elapsed": self.elapsed, "generator": self.generator.get_state()}
+        return {name: tensor.clone() for name, tensor in parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state from ``state_dict``; nothing changes when it does not fit.
-
-        Raises:
-            EnvStateError: when a tensor is missing, or of another shape or type.
-        """
-        expected = {"state": self.state, "elapsed": self.elapsed, "generator": self.generator.get_state()}
-        for name, ours in expected.items():
+        """Go back to a state from ``state_dict``; nothing changes when it does not fit."""
+        for name, ours in self.state_dict().items():
             saved = state.get(name)
             if not isinstance(saved, Tensor) or saved.shape != ours.shape or saved.dtype != ours.dtype:
                 found = f"{saved.dtype} {list(saved.shape)}" if isinstance(saved, Tensor) else repr(saved)
                 raise EnvStateError(
-                    f"{type(self).__name__} cannot restore {name!r}: it needs {ours.dtype} "
-                    f"{list(ours.shape)}, the saved state has {found}. "
-                    "Restore with the same num_envs, options and kind of device."
+                    f"{type(self).__name__} needs {name!r} as {ours.dtype} {list(ours.shape)}, the saved state has "
+                    f"{found}. Restore with the same num_envs, options and kind of device."
                 )
         self.generator.set_state(state["generator"].cpu())
         self.state.copy_(state["state"])

@@ -30,24 +30,18 @@ RED: Final[Color] = (208, 64, 60)
 
 
 class Canvas:
-    """A 400 × 300 picture addressed in world coordinates, y upwards.
+    """A 400 × 300 picture addressed in world coordinates, y upwards."""
 
-    Args:
-        center: the world point in the middle of the picture.
-        scale: pixels per world unit.
-    """
-
-    def __init__(self, center: Point = (0.0, 0.0), scale: float = 100.0) -> None:
-        from PIL import Image, ImageDraw
+    def __init__(self) -> None:
+        from PIL import Image, ImageDraw, ImageFont
 
         self._image = Image.new("RGB", (WIDTH * OVERSAMPLING, HEIGHT * OVERSAMPLING), PAPER)
-        self._draw = ImageDraw.Draw(self._image)
-        self.look_at(center, scale)
+        self._draw, self._load_font = ImageDraw.Draw(self._image), ImageFont.load_default
+        self.look_at((0.0, 0.0), 100.0)
 
     def look_at(self, center: Point, scale: float) -> None:
-        """Move the view: what is drawn from now on uses this centre and scale."""
-        self._center = center
-        self._scale = scale * OVERSAMPLING
+        """Draw from now on with this world point in the middle, and this number of pixels per world unit."""
+        self._center, self._scale = center, scale * OVERSAMPLING
 
     def _pixel(self, point: Point) -> Point:
         x = (point[0] - self._center[0]) * self._scale + WIDTH * OVERSAMPLING / 2
@@ -79,30 +73,19 @@ class Canvas:
     def rod(self, start: Point, end: Point, radius: float, color: Color) -> None:
         """Fill a rod with round ends between two points."""
         angle = math.atan2(end[1] - start[1], end[0] - start[0])
-        side = (-math.sin(angle) * radius, math.cos(angle) * radius)
-        corners = [
-            (start[0] + side[0], start[1] + side[1]),
-            (end[0] + side[0], end[1] + side[1]),
-            (end[0] - side[0], end[1] - side[1]),
-            (start[0] - side[0], start[1] - side[1]),
-        ]
+        x, y = -math.sin(angle) * radius, math.cos(angle) * radius
+        corners = [(point[0] + side * x, point[1] + side * y) for side in (1, -1) for point in (start, end)[::side]]
         self._draw.polygon([self._pixel(corner) for corner in corners], color)
         self.disc(start, radius, color)
         self.disc(end, radius, color)
 
     def text(self, point: Point, text: str, color: Color = INK, *, size: float = 13, anchor: str = "mm") -> None:
         """Write at a world point; ``anchor`` is Pillow's two letters."""
-        from PIL import ImageFont
-
-        font = ImageFont.load_default(size * OVERSAMPLING)
-        self._draw.text(self._pixel(point), text, color, font, anchor)
+        self._draw.text(self._pixel(point), text, color, self._load_font(size * OVERSAMPLING), anchor)
 
     def caption(self, text: str) -> None:
         """Write small in the upper left corner, wherever the view is."""
-        from PIL import ImageFont
-
-        font = ImageFont.load_default(13 * OVERSAMPLING)
-        self._draw.text((12 * OVERSAMPLING, 9 * OVERSAMPLING), text, MUTED, font)
+        self._draw.text((12 * OVERSAMPLING, 9 * OVERSAMPLING), text, MUTED, self._load_font(13 * OVERSAMPLING))
 
     def pixels(self) -> NDArray[np.uint8]:
         """Return the picture, ``[300, 400, 3]``."""

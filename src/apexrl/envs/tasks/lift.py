@@ -83,8 +83,6 @@ class Lift(TensorTask):
     block velocity (2); opening; 1 while held; block seen from the finger tips (2).
 
     Args:
-        num_envs: N.
-        device: where the state lives.
         target_height: height of the block's foot that counts as lifted, metres in (0.1, 0.3].
         max_episode_steps: steps of 0.05 s until the episode is truncated.
     """
@@ -151,8 +149,12 @@ class Lift(TensorTask):
         between = beside & (offset < new_gap + FINGER_WIDTH / 2)
         new_held = between & (new_gap <= size)
         new_gap = torch.where(between, torch.maximum(new_gap, size), new_gap)
-        new_block_x = torch.where(between, self._inside(block_x, new_x, new_gap - size), block_x)
-        pushed = self._outside(block_x, new_x, new_gap + FINGER_WIDTH + size)
+        room, clear = new_gap - size, new_gap + FINGER_WIDTH + size
+        within = torch.maximum(torch.minimum(block_x, new_x + room), new_x - room)
+        new_block_x = torch.where(between, within, block_x)
+        # Pushed to the side where it is.
+        left, right = torch.minimum(block_x, new_x - clear), torch.maximum(block_x, new_x + clear)
+        pushed = torch.where(block_x < new_x, left, right)
         new_block_x = torch.where(beside & ~between, pushed, new_block_x)
 
         # The block follows the gripper, or falls.
@@ -170,17 +172,6 @@ class Lift(TensorTask):
         metric = self._metrics(successor, fail)
         reward = metric["reach_reward"] + metric["grasp_reward"] + metric["lift_reward"]
         return Transition(successor, reward, fail, metric)
-
-    @staticmethod
-    def _inside(block_x: Tensor, x: Tensor, room: Tensor) -> Tensor:
-        """Keep the block within ``room`` of the gripper's axis."""
-        return torch.maximum(torch.minimum(block_x, x + room), x - room)
-
-    @staticmethod
-    def _outside(block_x: Tensor, x: Tensor, clear: Tensor) -> Tensor:
-        """Keep the block at least ``clear`` away from the gripper's axis, on the side where it is."""
-        left, right = torch.minimum(block_x, x - clear), torch.maximum(block_x, x + clear)
-        return torch.where(block_x < x, left, right)
 
     def _metrics(self, state: Tensor, fail: Tensor) -> dict[str, Tensor]:
         x, y, block_x, block_y, size, _, _, _, _, gap, held, _ = state.chunk(len(COLUMNS), 1)

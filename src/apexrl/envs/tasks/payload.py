@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from apexrl.core.errors import ConfigError, did_you_mean
+from apexrl.core.errors import ConfigError
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.types import CMD_KEY, OBJECT_KEY, OBS_KEY, OBS_PRIV_KEY
-from apexrl.envs.changes import check_change_step, is_number
+from apexrl.envs.options import check_change_step, check_known, is_number
 from apexrl.envs.tasks.base import TensorTask, Transition
 from apexrl.envs.tasks.drawing import BLUE, GREEN, GRID, INK, LIGHT, MUTED, ORANGE, STEEL, Canvas, Color, Point
 
@@ -91,8 +91,6 @@ class Payload(TensorTask):
     ``priv`` ``[N, 5]``: log m, μ, c, log g and L, each scaled to [-1, 1].
 
     Args:
-        num_envs: N.
-        device: where the state lives.
         max_episode_steps: steps until the episode is truncated.
         change_step: steps of an episode after which its physics change; 0 for never.
         change: which parameter is then redrawn: ``mass`` (the size stays), ``friction``, ``drag``, ``gain``,
@@ -126,33 +124,25 @@ class Payload(TensorTask):
     ) -> None:
         self.max_episode_steps = max_episode_steps
         self.change_step = change_step
-        self.observation_space = gym.spaces.Dict(
-            {
-                OBS_KEY: gym.spaces.Box(-np.inf, np.inf, (NUM_FRAMES * FRAME,)),
-                CMD_KEY: gym.spaces.Box(-1.0, 1.0, (2,)),
-                OBJECT_KEY: gym.spaces.Box(-0.5, 0.5, (1,)),
-                OBS_PRIV_KEY: gym.spaces.Box(-np.inf, np.inf, (len(PARAMETERS),)),
-            }
-        )
+        groups: dict[str, gym.Space[Any]] = {
+            OBS_KEY: gym.spaces.Box(-np.inf, np.inf, (NUM_FRAMES * FRAME,)),
+            CMD_KEY: gym.spaces.Box(-1.0, 1.0, (2,)),
+            OBJECT_KEY: gym.spaces.Box(-0.5, 0.5, (1,)),
+            OBS_PRIV_KEY: gym.spaces.Box(-np.inf, np.inf, (len(PARAMETERS),)),
+        }
+        self.observation_space = gym.spaces.Dict(groups)
         self.action_space = gym.spaces.Box(-1.0, 1.0, (2,))
-        super().__init__(
-            num_envs,
-            device,
-            max_episode_steps=max_episode_steps,
-            change_step=change_step,
-            change=change,
-            fixed=fixed,
-            change_to=change_to,
-        )
+        options = {"change_step": change_step, "change": change, "fixed": fixed, "change_to": change_to}
+        super().__init__(num_envs, device, max_episode_steps=max_episode_steps, **options)
         given, given_at_change = _given_values("fixed", fixed), _given_values("change_to", change_to)
-        changed = _changed_parameters(change)
         check_change_step("Payload", change_step, max_episode_steps)
-        _check_change_to(change_step, changed, given_at_change)
-        given_later = given | given_at_change
+        _check_change(change, change_step, given_at_change)
         # NaN where a value is drawn.
-        self._given = torch.tensor([given.get(name, math.nan) for name in PARAMETERS], device=self.device)
-        self._given_later = torch.tensor([given_later.get(name, math.nan) for name in PARAMETERS], device=self.device)
-        self._changes = torch.tensor([name in changed for name in PARAMETERS], device=self.device)
+        self._given, self._given_later = (
+            torch.tensor([values.get(name, math.nan) for name in PARAMETERS], device=self.device)
+            for values in (given, given | given_at_change)
+        )
+        self._changes = torch.tensor([change in (name, "all") for name in PARAMETERS], device=self.device)
         low, high = torch.tensor(list(RANGES.values()), device=self.device).unbind(1)
         self._low, self._span = low, high - low
         priv_low, priv_high = (torch.tensor(bounds, device=self.device) for bounds in (PRIV_LOW, PRIV_HIGH))
@@ -273,21 +263,13 @@ def _arrow(canvas: Canvas, tip: Point, color: Color, radius: float) -> None:
         canvas.rod(tip, barb, radius, color)
 
 
-def _changed_parameters(change: Any) -> tuple[str, ...]:
-    if change == "all":
-        return PARAMETERS
-    if change not in PARAMETERS:
+def _check_change(change: Any, change_step: int, change_to: Mapping[str, float]) -> None:
+    if change not in (*PARAMETERS, "all"):
         raise ConfigError(f"Payload.change must be one of {', '.join(PARAMETERS)} or all, got {change!r}.")
-    return (change,)
-
-
-def _check_change_to(change_step: int, changed: tuple[str, ...], change_to: Mapping[str, float]) -> None:
     if change_to and not change_step:
         raise ConfigError("Payload.change_to needs Payload.change_step above 0, the step at which the physics change.")
-    if unchanged := [name for name in change_to if name not in changed]:
-        raise ConfigError(
-            f"Payload.change_to names {unchanged}, but Payload.change has only {', '.join(changed)} change."
-        )
+    if change != "all" and (unchanged := [name for name in change_to if name != change]):
+        raise ConfigError(f"Payload.change_to names {unchanged}, but Payload.change has only {change} change.")
 
 
 def _given_values(option: str, values: Any) -> dict[str, float]:
@@ -296,15 +278,12 @@ def _given_values(option: str, values: Any) -> dict[str, float]:
         return {}
     if not isinstance(values, Mapping):
         raise ConfigError(f"Payload.{option} must map parameters to values, such as {{gain: 0.5}}, got {values!r}.")
+    rest = f" Parameters are {', '.join(PARAMETERS)}."
+    check_known(f"Payload.{option} has no", map(str, values), PARAMETERS, rest, ConfigError)
+    rules = {"mass": "above 0", "gain": "above 0", "latency": "of 0, 1 or 2 steps"}
     for name, value in values.items():
-        if name not in PARAMETERS:
-            hint = did_you_mean(str(name), PARAMETERS)
-            raise ConfigError(f"Payload.{option} has no {name!r}.{hint} Parameters are {', '.join(PARAMETERS)}.")
-        if not is_number(value):
-            raise ConfigError(f"Payload.{option}.{name} must be a finite number, got {value!r}.")
-        if name == "latency" and value not in (0, 1, 2):
-            raise ConfigError(f"Payload.{option}.latency must be 0, 1 or 2 steps, got {value}.")
-        if value < 0 or (value == 0 and name in ("mass", "gain")):
-            bound = "above 0" if name in ("mass", "gain") else "at least 0"
-            raise ConfigError(f"Payload.{option}.{name} must be {bound}, got {value}.")
+        fits = is_number(value) and value >= 0 and (value > 0 or name not in ("mass", "gain"))
+        if not fits or (name == "latency" and value not in (0, 1, 2)):
+            rule = rules.get(name, "of at least 0")
+            raise ConfigError(f"Payload.{option}.{name} must be a finite number {rule}, got {value!r}.")
     return {name: float(value) for name, value in values.items()}

@@ -25,8 +25,6 @@ class Recall(TensorTask):
     as one-hot and the go flag, ``[N, num_cues + 1]``.
 
     Args:
-        num_envs: N.
-        device: where the state lives.
         num_cues: how many cues there are, 2 to 4.
         delay: blank steps between the cue and the question.
     """

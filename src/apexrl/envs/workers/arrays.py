@@ -31,20 +31,12 @@ def tree_leaves(tree: Tree) -> list[Array]:
     return [tree]
 
 
-def row_of(tree: Tree, i: int) -> Tree:
-    """Return views of row ``i`` of every array."""
-    return map_tree(lambda x: x[i], tree)
-
-
 def flat_space(space: spaces.Space[Any]) -> spaces.Box | spaces.Dict:
     """Return the space of the arrays that observations of ``space`` become.
 
     Box becomes float32 (pictures, that is uint8 with two or more dimensions, stay uint8; a Box without
     dimensions gets one), Discrete a one-hot vector, MultiDiscrete the concatenation of its one-hot vectors,
     MultiBinary float32, Dict a Dict, and Tuple a Dict with the keys ``"0"``, ``"1"``, ….
-
-    Raises:
-        TypeError: for any other space.
     """
     match space:
         case spaces.Box(dtype=np.uint8) if len(space.shape) >= 2:
@@ -63,10 +55,8 @@ def flat_space(space: spaces.Space[Any]) -> spaces.Box | spaces.Dict:
             return spaces.Dict({key: flat_space(part) for key, part in space.spaces.items()})
         case spaces.Tuple():
             return spaces.Dict({str(i): flat_space(part) for i, part in enumerate(space.spaces)})
-    raise TypeError(
-        f"Observation space {space} is not supported; Box, Discrete, MultiDiscrete, MultiBinary, and Dict or "
-        "Tuple of these are. Wrap the environment so that it returns one of them."
-    )
+    supported = "Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple of these are; wrap the environment"
+    raise TypeError(f"Observation space {space} is not supported; {supported}.")
 
 
 def writer(space: spaces.Space[Any]) -> Callable[[Tree, Any], None]:
@@ -77,36 +67,26 @@ def writer(space: spaces.Space[Any]) -> Callable[[Tree, Any], None]:
 
     def write_one_hot(row: Tree, value: Any) -> None:
         row[...] = 0.0
-        row[np.ravel(value) - start + offset] = 1.0
+        row[np.ravel(value) + first] = 1.0
 
     def write_parts(row: Tree, value: Any) -> None:
-        for name, key, write in parts:
-            write(row[name], value[key])
+        for key, write in parts:
+            write(row[str(key)], value[key])
 
     match space:
-        case spaces.Discrete():
-            start, offset = np.array([space.start]), np.zeros(1, np.int64)
+        case spaces.Discrete() | spaces.MultiDiscrete():
+            sizes = np.ravel(space.n if isinstance(space, spaces.Discrete) else space.nvec)
+            first = np.cumsum(sizes) - sizes - np.ravel(space.start)
             return write_one_hot
-        case spaces.MultiDiscrete():
-            start = space.start.ravel()
-            offset = np.cumsum(space.nvec.ravel()) - space.nvec.ravel()
-            return write_one_hot
-        case spaces.Dict():
-            parts: list[tuple[str, Any, Callable[[Tree, Any], None]]]
-            parts = [(key, key, writer(part)) for key, part in space.spaces.items()]
-            return write_parts
-        case spaces.Tuple():
-            parts = [(str(i), i, writer(part)) for i, part in enumerate(space.spaces)]
+        case spaces.Dict() | spaces.Tuple():
+            named: Any = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+            parts = [(key, writer(part)) for key, part in named]
             return write_parts
     return write_array
 
 
 def action_layout(space: spaces.Space[Any]) -> tuple[int, type[np.generic]]:
-    """Return the width ``A`` and the type of the rows in which actions of ``space`` arrive.
-
-    Raises:
-        TypeError: when the space is not Box, Discrete, MultiDiscrete or MultiBinary.
-    """
+    """Return the width ``A`` and the type of the rows in which actions of ``space`` arrive."""
     match space:
         case spaces.Box():
             return math.prod(space.shape), np.float32
@@ -114,10 +94,8 @@ def action_layout(space: spaces.Space[Any]) -> tuple[int, type[np.generic]]:
             return 1, np.int64
         case spaces.MultiDiscrete() | spaces.MultiBinary():
             return math.prod(space.shape), np.int64
-    raise TypeError(
-        f"Action space {space} is not supported; Box, Discrete, MultiDiscrete and MultiBinary are. "
-        "Wrap the environment so that it takes one of them."
-    )
+    supported = "Box, Discrete, MultiDiscrete and MultiBinary are; wrap the environment"
+    raise TypeError(f"Action space {space} is not supported; {supported}.")
 
 
 def decoder(space: spaces.Space[Any]) -> Callable[[Array], Sequence[Any]]:
@@ -128,25 +106,15 @@ def decoder(space: spaces.Space[Any]) -> Callable[[Array], Sequence[Any]]:
         whole = np.rint(clipped) if integer else clipped
         return list(whole.astype(space.dtype, copy=False).reshape(shape))
 
-    def decode_discrete(rows: Array) -> Sequence[Any]:
-        return list(rows[:, 0] + start)
-
     def decode_integers(rows: Array) -> Sequence[Any]:
         return list((rows + start).astype(space.dtype, copy=False).reshape(shape))
 
     shape = (-1, *(space.shape or ()))
-    start: Any = 0
-    match space:
-        case spaces.Box():
-            low, high = space.low.ravel(), space.high.ravel()
-            integer = np.issubdtype(space.low.dtype, np.integer)
-            return decode_box
-        case spaces.Discrete():
-            start = space.start
-            return decode_discrete
-        case spaces.MultiDiscrete():
-            start = space.start.ravel()
-            return decode_integers
+    if isinstance(space, spaces.Box):
+        low, high = space.low.ravel(), space.high.ravel()
+        integer = np.issubdtype(space.low.dtype, np.integer)
+        return decode_box
+    start = np.ravel(getattr(space, "start", 0))  # MultiBinary has none
     return decode_integers
 
 

@@ -13,8 +13,9 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,12 +23,17 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from apexrl.envs.workers.arrays import Array, action_layout, decoder, row_of, tree_leaves, writer
-from apexrl.envs.workers.arrays import Buffers as Buffers
-from apexrl.envs.workers.arrays import Tree as Tree
-from apexrl.envs.workers.arrays import flat_space as flat_space
-from apexrl.envs.workers.arrays import make_buffers as make_buffers
-from apexrl.envs.workers.arrays import map_tree as map_tree
+from apexrl.envs.workers.arrays import (
+    Array,
+    Buffers,
+    action_layout,
+    decoder,
+    flat_space,
+    make_buffers,
+    map_tree,
+    tree_leaves,
+    writer,
+)
 from apexrl.envs.workers.process import serve
 
 MakeFn: TypeAlias = Callable[[], "gym.Env[Any, Any]"]
@@ -88,40 +94,34 @@ class _Start:
 
 def metric_name(key: Any) -> str | None:
     """Return which metric a number under this key of ``info`` is; None when it is none."""
-    for name, keys in METRIC_KEYS.items():
-        if key in keys:
-            return name
     if not isinstance(key, str):
         return None
-    return key if key != "reward" and (key.startswith("reward") or key.endswith("reward")) else None
+    is_reward = key != "reward" and (key.startswith("reward") or key.endswith("reward"))
+    return next((name for name, keys in METRIC_KEYS.items() if key in keys), key if is_reward else None)
 
 
 def metric_names(info: Mapping[str, Any]) -> list[str]:
     """Return the names of the metrics that the ``info`` of a step holds."""
-    names = [metric_name(key) for key, value in info.items() if _is_number(value)]
-    return list(dict.fromkeys(name for name in names if name is not None))
+    names = (metric_name(key) for key, value in info.items() if _is_number(value))
+    return [name for name in dict.fromkeys(names) if name is not None]
 
 
 class EnvGroup:
     """Several environments of one kind, stepped in sequence; an episode that ends is reset in the same step.
 
-    Call ``allocate`` or ``bind`` once, then ``reset``, then ``step``.
-
-    Args:
-        make_fns: functions that each make one environment.
-        first: index of the first environment, for messages.
+    Call ``allocate`` or ``bind`` once, then ``reset``, then ``step``. Messages count environments from ``first``.
     """
 
     def __init__(self, make_fns: Sequence[MakeFn], first: int = 0) -> None:
         self.first = first
         self.simulators = [make() for make in make_fns]
         simulator = self.simulators[0]
-        for i, other in enumerate(self.simulators):
+        for i, other in enumerate(self.simulators, first):
             for kind in ("observation_space", "action_space"):
-                if getattr(other, kind) != getattr(simulator, kind):
+                ours, theirs = getattr(simulator, kind), getattr(other, kind)
+                if theirs != ours:
                     raise TypeError(
-                        f"All environments need the same {kind}: environment {first} has "
-                        f"{getattr(simulator, kind)}, environment {first + i} has {getattr(other, kind)}."
+                        f"{kind} must be the same everywhere: environment {first}: {ours}, environment {i}: {theirs}."
                     )
         self.observation_space = flat_space(simulator.observation_space)
         self.action_space = simulator.action_space
@@ -148,7 +148,7 @@ class EnvGroup:
         self.watch(metrics)
         self._metric_rows = [buffers.metric[:, i, 0] for i in range(len(self.simulators))]
         self._reward = buffers.reward[:, 0]
-        self._rows = [row_of(buffers.obs, i) for i in range(len(self.simulators))]
+        self._rows = [map_tree(itemgetter(i), buffers.obs) for i in range(len(self.simulators))]
         self._steps = [simulator.step for simulator in self.simulators]
         self._write = writer(self.simulators[0].observation_space)
         self._decode = decoder(self.action_space)
@@ -208,7 +208,7 @@ class EnvGroup:
         self._any_ended = True
         buffers.terminated[i] = terminated
         buffers.truncated[i] = not terminated
-        self._write(row_of(buffers.final_obs, i), obs)
+        self._write(map_tree(itemgetter(i), buffers.final_obs), obs)
         return self._restart(i)
 
     def _restart(self, i: int) -> Any:
@@ -242,11 +242,7 @@ class EnvGroup:
                 found.setdefault(name, {})[i] = float(value)
 
     def state(self) -> list[dict[str, Any]]:
-        """Return what each environment needs to go on from here, as arrays and plain values.
-
-        Raises:
-            StateError: before the first reset, or when an episode is too long to be replayed.
-        """
+        """Return what each environment needs to go on from here, as arrays and plain values."""
         if not self._was_reset:
             raise StateError("Call reset before saving the environments.")
         return [self._state(i) for i in range(len(self.simulators))]
@@ -263,29 +259,19 @@ class EnvGroup:
         return state | {"seed": start.seed, "generator": _to_json(start.generator), "actions": actions}
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Put every environment back into its saved state.
-
-        Raises:
-            StateError: when one does not come back exactly; the environments must then be reset.
-        """
+        """Put every environment back into its saved state, or raise a StateError: they must then be reset."""
         longest = max(len(state.get("actions", ())) for state in states)
         self._history = [np.zeros_like(self._buffers.action) for _ in range(longest)]
         self._was_reset = True
         for i, state in enumerate(states):
-            if state["type"] != _type_name(self.simulators[i]):
-                raise StateError(
-                    f"Environment {self.first + i} is a {_type_name(self.simulators[i])}, "
-                    f"the saved one was a {state['type']}."
-                )
+            if state["type"] != (ours := _type_name(self.simulators[i])):
+                raise StateError(f"Environment {self.first + i} is a {ours}, the saved one was a {state['type']}.")
             if self._exact[i]:
                 _restore_mujoco(self.simulators[i], state)
-                self._write_row(i, state["obs"])
+                for row, saved in zip(tree_leaves(self._rows[i]), tree_leaves(state["obs"]), strict=True):
+                    row[...] = saved
             else:
                 self._replay(i, state, longest)
-
-    def _write_row(self, i: int, obs: Tree) -> None:
-        for row, saved in zip(tree_leaves(self._rows[i]), tree_leaves(obs), strict=True):
-            row[...] = saved
 
     def _replay(self, i: int, state: Mapping[str, Any], longest: int) -> None:
         """Begin the saved episode again and repeat its actions."""
@@ -304,18 +290,17 @@ class EnvGroup:
         pairs = zip(tree_leaves(self._rows[i]), tree_leaves(state["obs"]), strict=True)
         if any(now.tobytes() != saved.tobytes() for now, saved in pairs):
             raise StateError(
-                f"Environment {self.first + i} ({state['type']}) cannot be restored: repeating the "
-                f"{len(actions)} actions of its episode gave another observation. It draws random numbers "
-                "from elsewhere than its np_random, or keeps something from one episode to the next."
+                f"Environment {self.first + i} ({state['type']}) gave another observation after its {len(actions)} "
+                "actions: it draws random numbers not only from np_random, or keeps something over episodes."
             )
 
     def render(self, i: int) -> NDArray[np.uint8]:
         """Draw environment ``i`` of this group as an ``[H, W, 3]`` picture."""
         picture = self.simulators[i].render()
         if not (isinstance(picture, np.ndarray) and picture.ndim == 3):
+            mode = self.simulators[i].render_mode
             raise RuntimeError(
-                f"Environment {self.first + i} gave no picture; make it with render_mode='rgb_array' "
-                f"(it has render_mode={self.simulators[i].render_mode!r})."
+                f"Environment {self.first + i} with render_mode={mode!r} gave no picture; use render_mode='rgb_array'."
             )
         return picture.astype(np.uint8, copy=False)
 
@@ -333,12 +318,10 @@ def _type_name(simulator: gym.Env[Any, Any]) -> str:
     return f"{type(simulator.unwrapped).__module__}.{type(simulator.unwrapped).__qualname__}"
 
 
-def _wrappers(simulator: gym.Env[Any, Any]) -> list[gym.Wrapper[Any, Any, Any, Any]]:
-    found = []
+def _wrappers(simulator: gym.Env[Any, Any]) -> Iterator[gym.Wrapper[Any, Any, Any, Any]]:
     while isinstance(simulator, gym.Wrapper):
-        found.append(simulator)
+        yield simulator
         simulator = simulator.env
-    return found
 
 
 def _time_limits(simulator: gym.Env[Any, Any]) -> list[gym.wrappers.TimeLimit[Any, Any]]:
@@ -347,8 +330,7 @@ def _time_limits(simulator: gym.Env[Any, Any]) -> list[gym.wrappers.TimeLimit[An
 
 def _max_episode_steps(simulator: gym.Env[Any, Any]) -> int | None:
     limits = [limit._max_episode_steps for limit in _time_limits(simulator)]
-    spec = simulator.spec
-    return min(limits) if limits else spec.max_episode_steps if spec is not None else None
+    return min(limits, default=None if simulator.spec is None else simulator.spec.max_episode_steps)
 
 
 def _to_json(generator: Mapping[str, Any] | None) -> str:
@@ -369,8 +351,9 @@ def _mujoco_state(simulator: gym.Env[Any, Any]) -> dict[str, Any]:
     import mujoco
 
     model, data = simulator.unwrapped.model, simulator.unwrapped.data  # type: ignore[attr-defined]
-    physics = np.empty(mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_INTEGRATION))
-    mujoco.mj_getState(model, data, physics, mujoco.mjtState.mjSTATE_INTEGRATION)
+    kind = mujoco.mjtState.mjSTATE_INTEGRATION
+    physics = np.empty(mujoco.mj_stateSize(model, kind))
+    mujoco.mj_getState(model, data, physics, kind)
     return {
         "physics": physics,
         "derived": {name: np.copy(getattr(data, name)) for name in _DERIVED if hasattr(data, name)},
@@ -384,11 +367,10 @@ def _restore_mujoco(simulator: gym.Env[Any, Any], state: Mapping[str, Any]) -> N
 
     simulator.reset()  # tells the wrappers that an episode is running
     model, data = simulator.unwrapped.model, simulator.unwrapped.data  # type: ignore[attr-defined]
-    physics = np.asarray(state["physics"])
-    size = mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_INTEGRATION)
-    if len(physics) != size:
+    physics, kind = np.asarray(state["physics"]), mujoco.mjtState.mjSTATE_INTEGRATION
+    if len(physics) != (size := mujoco.mj_stateSize(model, kind)):
         raise StateError(f"{state['type']} needs {size} numbers for its state, {len(physics)} were saved.")
-    mujoco.mj_setState(model, data, physics, mujoco.mjtState.mjSTATE_INTEGRATION)
+    mujoco.mj_setState(model, data, physics, kind)
     mujoco.mj_forward(model, data)
     for name, saved in state["derived"].items():
         getattr(data, name)[...] = saved

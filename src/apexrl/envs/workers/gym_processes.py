@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from apexrl.core.errors import EnvError
 from apexrl.envs.workers import gym_group
-from apexrl.envs.workers.gym_group import MAX_METRICS, Buffers, Found, MakeFn, make_buffers
+from apexrl.envs.workers.arrays import Buffers, make_buffers
+from apexrl.envs.workers.gym_group import MAX_METRICS, Found, MakeFn
 from apexrl.envs.workers.process import START_TIMEOUT, WorkerLostError, WorkerProcess, receive_all, stop
 
 
@@ -39,12 +40,11 @@ class Workers:
             self.workers.append(WorkerProcess(gym_group.__spec__.name, name, (fns, envs[0]), [self.memory_fd]))
         try:
             found = self._call("describe", [()] * num_workers, START_TIMEOUT)
+            if any(spaces[:2] != found[0][:2] for spaces in found):
+                raise EnvError(f"All environments need the same spaces; the workers found {[s[:2] for s in found]}.")
         except EnvError:
             self.close()
             raise
-        if any(spaces[:2] != found[0][:2] for spaces in found):
-            self.close()
-            raise EnvError(f"All environments need the same spaces; the workers found {[s[:2] for s in found]}.")
         self.observation_space, self.action_space, _ = found[0]
         limits = [limit for *_, limit in found]
         self.max_episode_steps = None if None in limits else max(limits)
@@ -76,11 +76,7 @@ class Workers:
         return any(ended for ended, _ in answers), found
 
     def state(self) -> list[dict[str, Any]]:
-        """Return the state of every environment.
-
-        Raises:
-            StateError: when one cannot be saved.
-        """
+        """Return the state of every environment; a StateError where one cannot be saved."""
         try:
             groups = self._call_all("state")
         except EnvError as error:
@@ -96,8 +92,7 @@ class Workers:
     def render(self, index: int) -> NDArray[np.uint8]:
         """Draw environment ``index``."""
         worker = next(w for w, envs in enumerate(self.ranges) if index in envs)
-        picture: NDArray[np.uint8] = self._call("render", {worker: (index - self.ranges[worker].start,)})[0]
-        return picture
+        return np.asarray(self._call("render", {worker: (index - self.ranges[worker].start,)})[0])
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker with the same arguments."""

@@ -5,6 +5,7 @@ What a loss means is up to the caller: the Gymnasium workers abort, those of a s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from apexrl.core.errors import EnvError
 
@@ -40,32 +41,11 @@ class Deadline:
         return max(self.end - time.monotonic(), 0.0)
 
 
-class Worker(Protocol):
-    """Something that takes one call at a time and answers it later."""
-
-    def send(self, method: str, *arguments: Any) -> None:
-        """Begin a call."""
-
-    def receive(self, deadline: Deadline) -> Any:
-        """Return the answer of the last call."""
-
-    def close(self) -> None:
-        """Ask it to end."""
-
-    def join(self, deadline: Deadline) -> None:
-        """Wait until it has ended, and end it at the deadline."""
-
-
 class WorkerProcess:
-    """A module of this package in a process of its own, which calls ``serve`` with what it gets as ``argv``.
+    """A module in a process of its own, ``python -m MODULE CONNECTION_FD DESCRIPTOR …``, which calls ``serve``.
 
-    The process starts while others do: nothing waits until an answer is wanted.
-
-    Args:
-        module: run as ``python -m MODULE CONNECTION_FD DESCRIPTOR …``.
-        name: for messages.
-        make: arguments from which it makes the object whose methods are called.
-        descriptors: of open files that it shares.
+    The process starts while others do: nothing waits until an answer is wanted. From the arguments ``make`` it makes
+    the object whose methods are called; ``descriptors`` are of open files that it shares.
     """
 
     def __init__(self, module: str, name: str, make: Sequence[Any], descriptors: Sequence[int] = ()) -> None:
@@ -89,10 +69,8 @@ class WorkerProcess:
     def send(self, method: str, *arguments: Any) -> None:
         """Begin a call; a process that is gone is found when the answer is wanted."""
         self.calls += 1
-        try:
+        with contextlib.suppress(ConnectionError):
             self.connection.send((self.calls, method, arguments))
-        except ConnectionError:
-            return
 
     def wait_until_made(self) -> None:
         """Wait until it has made its object; raises as ``receive``."""
@@ -101,12 +79,7 @@ class WorkerProcess:
             self._answer_to(1, Deadline(START_TIMEOUT))
 
     def receive(self, deadline: Deadline) -> Any:
-        """Return the answer of the last call.
-
-        Raises:
-            WorkerLostError: when the process is gone or the time is over.
-            EnvError: with the traceback of what the call raised; the worker lives on.
-        """
+        """Return the answer of the last call; an EnvError tells what it raised, and the worker lives on."""
         self.wait_until_made()
         return self._answer_to(self.calls, deadline)
 
@@ -147,18 +120,40 @@ class WorkerProcess:
         self.process.wait()
 
 
+class LocalWorker:
+    """An object in this process, called as those in worker processes are."""
+
+    def __init__(self, served: Any) -> None:
+        self.served, self.answer = served, None
+
+    def send(self, method: str, *arguments: Any) -> None:
+        """Make the call."""
+        try:
+            self.answer = getattr(self.served, method)(*arguments)
+        except Exception as error:
+            raise EnvError(f"A simulator raised an exception.\n{traceback.format_exc()}") from error
+
+    def receive(self, _: Deadline) -> Any:
+        """Return the answer of the call."""
+        return self.answer
+
+    def close(self) -> None:
+        """Close the object."""
+        self.served.close()
+
+    def join(self, _: Deadline) -> None:
+        """There is nothing to wait for."""
+
+
+Worker: TypeAlias = WorkerProcess | LocalWorker
+
+
 def receive_all(
     workers: Mapping[int, Worker], timeout: float, on_loss: Callable[[int, WorkerLostError], None]
 ) -> dict[int, Any]:
-    """Return the answers of the last calls by worker; those of lost workers are missing.
+    """Return the answers of the last calls by worker; those of lost workers are missing, and ``on_loss`` is told.
 
-    Args:
-        workers: by number.
-        timeout: seconds for all of them.
-        on_loss: told the number of each worker that is lost, and how.
-
-    Raises:
-        EnvError: what the first call raised that failed, once all have answered: nothing is left in their pipes.
+    What the first call raised that failed is raised once all have answered: nothing is left in their pipes.
     """
     deadline = Deadline(timeout)
     answers: dict[int, Any] = {}
@@ -187,10 +182,7 @@ def stop(workers: Sequence[Worker]) -> None:
 def serve(connection_fd: int, make: Callable[..., Any]) -> Any:
     """Answer ``(call, method, arguments)`` with ``(call, ok, result or traceback)`` until the parent is gone.
 
-    The first call, ``make``, makes the object whose methods the others call.
-
-    Returns:
-        That object.
+    The first call, ``make``, makes the object whose methods the others call; it is returned.
     """
     # The parent decides what Ctrl-C means, and what a cluster means that tells every process to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

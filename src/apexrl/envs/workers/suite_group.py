@@ -32,11 +32,8 @@ class SimulatorCache:
     """The simulators of one process, one for each task, which the slots share.
 
     A slot that runs finds its task's simulator as it left it, or has its state put back into it: to restore a state is
-    far cheaper than to make a simulator for every slot and task.
-
-    Args:
-        suite: makes them.
-        capacity: how many may be alive; the one that was used longest ago is closed before another is made.
+    far cheaper than to make a simulator for every slot and task. Where ``capacity`` are alive, the one that was used
+    longest ago is closed before another is made.
     """
 
     def __init__(self, suite: TaskSuite, capacity: int) -> None:
@@ -55,13 +52,11 @@ class SimulatorCache:
         self, slots: Sequence[int], tasks: Sequence[int], states: States, idle: Sequence[int] = ()
     ) -> SlotAnswers:
         """Start an episode in each of the slots; those of the slots that idle are over."""
-        self.made, self.seconds = 0, 0.0
         for slot in (*idle, *slots):
             self._forget(slot)
         for slot, task, state in zip(slots, tasks, states, strict=True):
             self.task_of[slot], self.saved[slot] = task, state
-        seen = [self._enter(slot).observe() for slot in slots]
-        return self._stacked(seen), [False] * len(slots), [0] * len(slots), self.made, self.seconds
+        return self.advance(slots, np.empty((len(slots), 0, 0), np.float32), [0] * len(slots))
 
     def advance(self, slots: Sequence[int], actions: NDArray[np.float32], limits: Sequence[int]) -> SlotAnswers:
         """Take up to ``limits[k]`` of the actions ``[k, chunk, A]`` in each slot; a solved task takes no more."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import traceback
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle
 import numpy as np
@@ -18,7 +17,7 @@ from apexrl.envs.suites.base import TaskSuite
 from apexrl.envs.workers import suite_group
 from apexrl.envs.workers.process import (
     START_TIMEOUT,
-    Deadline,
+    LocalWorker,
     Worker,
     WorkerLostError,
     WorkerProcess,
@@ -41,6 +40,10 @@ class SlotProgress(NamedTuple):
     """Control steps."""
 
 
+Answer: TypeAlias = tuple[list[SlotProgress], list[int]]
+"""What came back, and the slots whose episodes are lost because their worker died, also those that were not asked."""
+
+
 @dataclass
 class WorkerCounts:
     """What workers have done so far, also those that were replaced or released."""
@@ -51,32 +54,6 @@ class WorkerCounts:
     """Spent on that by all workers, added up."""
     replaced: int = 0
     """Workers that died or hung."""
-
-
-class LocalWorker:
-    """The simulators in this process."""
-
-    def __init__(self, suite: TaskSuite, capacity: int) -> None:
-        self.cache = SimulatorCache(suite, capacity)
-        self.answer: Any = None
-
-    def send(self, method: str, *arguments: Any) -> None:
-        """Make the call."""
-        try:
-            self.answer = getattr(self.cache, method)(*arguments)
-        except Exception as error:
-            raise EnvError(f"A simulator raised an exception.\n{traceback.format_exc()}") from error
-
-    def receive(self, deadline: Deadline) -> Any:
-        """Return the answer of the call."""
-        return self.answer
-
-    def close(self) -> None:
-        """Close the simulators."""
-        self.cache.close()
-
-    def join(self, deadline: Deadline) -> None:
-        """There is nothing to wait for."""
 
 
 class SuiteWorkers:
@@ -105,7 +82,7 @@ class SuiteWorkers:
         self.suite, self.step_timeout, self.counts = suite, step_timeout, counts
         self.private = suite.renders
         local = num_workers == 0 and not self.private
-        num_workers = 1 if local else num_slots if self.private else min(max(num_workers, 1), num_slots)
+        num_workers = num_slots if self.private else min(max(num_workers, 1), num_slots)
         self.has_warned = False
         self.capacity = max(capacity, num_slots) if self.private else capacity
         self.share = 1 if self.private else capacity
@@ -119,13 +96,16 @@ class SuiteWorkers:
         self.last_used: list[int] = []
         self.clock = 0
         self.close = weakref.finalize(self, stop, self.workers)
-        self._pickled = b"" if local else cloudpickle.dumps(suite)
-        for _ in range(num_workers):
-            self._add_worker(LocalWorker(suite, capacity) if local else self._new_process(len(self.workers)))
+        if local:
+            self._add_worker(LocalWorker(SimulatorCache(suite, capacity)))
+            return
+        self._pickled = cloudpickle.dumps(suite)
+        processes = [self._new_process(index) for index in range(num_workers)]
+        for process in processes:
+            self._add_worker(process)
         try:
-            for worker in self.workers:
-                if isinstance(worker, WorkerProcess):
-                    worker.wait_until_made()
+            for process in processes:
+                process.wait_until_made()
         except WorkerLostError as error:
             self.close()
             raise EnvError(f"A worker of suite '{suite.name}' {error} as it started.") from error
@@ -133,14 +113,8 @@ class SuiteWorkers:
             self.close()
             raise
 
-    def begin(
-        self, slots: Sequence[int], tasks: Sequence[int], states: States, idle: Sequence[int] = ()
-    ) -> tuple[list[SlotProgress], list[int]]:
-        """Start episodes in some slots; these may take the simulators of slots that idle.
-
-        Returns:
-            What came back, and the slots whose episodes are lost because their worker died; these may be others too.
-        """
+    def begin(self, slots: Sequence[int], tasks: Sequence[int], states: States, idle: Sequence[int] = ()) -> Answer:
+        """Start episodes in some slots; these may take the simulators of slots that idle."""
         if self.private:
             self._find_workers(slots, tasks, idle)
         rows = self._rows_of_workers(slots)
@@ -151,14 +125,8 @@ class SuiteWorkers:
             self._send(worker, "begin", places, [tasks[k] for k in ks], [states[k] for k in ks], resting)
         return self._progress(rows, slots, max(START_TIMEOUT, self.step_timeout))
 
-    def advance(
-        self, slots: Sequence[int], actions: NDArray[np.float32], limits: Sequence[int]
-    ) -> tuple[list[SlotProgress], list[int]]:
-        """Let some slots take a chunk of actions ``[len(slots), chunk, A]``, at most ``limits[k]`` control steps.
-
-        Returns:
-            What came back, and the slots whose episodes are lost because their worker died.
-        """
+    def advance(self, slots: Sequence[int], actions: NDArray[np.float32], limits: Sequence[int]) -> Answer:
+        """Let some slots take a chunk of actions ``[len(slots), chunk, A]``, at most ``limits[k]`` control steps."""
         rows = self._rows_of_workers(slots)
         for worker, ks in rows.items():
             self._send(worker, "advance", self._places(slots, ks), actions[ks], [limits[k] for k in ks])
@@ -167,15 +135,11 @@ class SuiteWorkers:
         if self.counts.created > before and not self.has_warned:
             self.has_warned = True
             logging.getLogger("apexrl").warning(
-                "Simulators of running episodes are closed and made again: more tasks run in a process than "
-                "task.max_cached_envs (%d) allows. Raise it.", self.share,
-            )  # fmt: skip
+                "Simulators of running episodes are made again and again: raise task.max_cached_envs (%d).", self.share
+            )
         return found
 
-    def _progress(
-        self, rows: Mapping[int, Sequence[int]], slots: Sequence[int], timeout: float
-    ) -> tuple[list[SlotProgress], list[int]]:
-        """Return what came back from the workers, and the slots of those that died."""
+    def _progress(self, rows: Mapping[int, Sequence[int]], slots: Sequence[int], timeout: float) -> Answer:
         answers, dead = self._receive(list(rows), timeout)
         found = []
         for worker, (obs, solved, taken, made, seconds) in answers.items():
@@ -192,8 +156,7 @@ class SuiteWorkers:
         answers, dead = self._receive([worker], max(START_TIMEOUT, self.step_timeout))
         if dead:
             raise EnvError(f"The worker of environment {slot} died while it drew.")
-        picture: NDArray[np.uint8] = answers[worker]
-        return picture
+        return np.asarray(answers[worker])
 
     def _rows_of_workers(self, slots: Sequence[int]) -> dict[int, list[int]]:
         rows: dict[int, list[int]] = {}
@@ -215,14 +178,14 @@ class SuiteWorkers:
         for slot, task in [*wanted.items()]:
             matching = [w for w in range(len(self.workers)) if w not in taken and self.last_task[w] == task]
             if matching:
-                self._occupy(slot, max(matching, key=lambda w: self.last_used[w]), taken)
+                self._occupy(slot, max(matching, key=self.last_used.__getitem__), taken)
                 del wanted[slot]
         for slot in wanted:
             free = [w for w in range(len(self.workers)) if w not in taken]
             empty = [w for w in free if self.last_task[w] < 0]
             if not empty and len(self.workers) < self.capacity:
                 empty = [self._add_worker(self._new_process(len(self.workers)))]
-            self._occupy(slot, empty[0] if empty else min(free, key=lambda w: self.last_used[w]), taken)
+            self._occupy(slot, empty[0] if empty else min(free, key=self.last_used.__getitem__), taken)
 
     def _occupy(self, slot: int, worker: int, taken: set[int]) -> None:
         taken.add(worker)
@@ -258,10 +221,8 @@ class SuiteWorkers:
         self.deaths[index] += 1
         if self.deaths[index] >= MAX_PROCESS_DEATHS:
             self.close()
-            raise EnvError(
-                f"Worker {index} of suite '{self.suite.name}' {how}, {MAX_PROCESS_DEATHS} times in a row. "
-                "Look at what it printed, and at the free memory."
-            )
+            times = f"{MAX_PROCESS_DEATHS} times in a row. Look at what it printed, and at the free memory."
+            raise EnvError(f"Worker {index} of suite '{self.suite.name}' {how}, {times}")
         self.counts.replaced += 1
         slots = [slot for slot, of in enumerate(self.worker_of) if of == index]
         logging.getLogger("apexrl").warning(

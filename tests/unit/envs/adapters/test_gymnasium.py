@@ -27,7 +27,8 @@ from apexrl.core.metrics import MetricSpec
 from apexrl.envs import GymVecEnv, RslVecEnv, as_vec_env, display, gym_make_fns, make_env
 from apexrl.envs.adapters import gymnasium as adapter
 from apexrl.envs.tasks import TASKS
-from apexrl.envs.workers.gym_group import MAX_METRICS, flat_space, users_frames
+from apexrl.envs.workers.arrays import flat_space
+from apexrl.envs.workers.gym_group import MAX_METRICS, users_frames
 from apexrl.envs.workers.process import WorkerProcess
 
 Step = tuple[Any, float, bool, bool, dict[str, Any]]

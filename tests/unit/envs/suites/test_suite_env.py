@@ -25,10 +25,11 @@ from tests.refusals import refused
 from torch import Tensor
 
 from apexrl.core.errors import ConfigError, EnvError, EnvStateError
+from apexrl.core.instructions import INSTRUCTION_BYTES, encode_instruction
 from apexrl.core.types import EnvStep
 from apexrl.envs import check_env
 from apexrl.envs.suites.base import InitState, Simulator, TaskSuite
-from apexrl.envs.suites.env import INSTRUCTION_BYTES, SuiteVecEnv, encode_instruction
+from apexrl.envs.suites.env import SuiteVecEnv
 from apexrl.envs.suites.metaworld import MetaWorldSuite
 from apexrl.envs.workers.process import WorkerProcess
 from apexrl.envs.workers.suite_group import SimulatorCache
