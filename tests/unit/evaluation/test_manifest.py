@@ -73,7 +73,7 @@ def test_a_state_that_is_another_one_is_refused() -> None:
     for bad in (other_state, no_state):
         with refused(ConfigError, bad.init_state, good.task, good.split, "version", "apexrl manifest"):
             Manifest("points", {}, [bad]).starts(env)
-    with refused(ConfigError, "split 'debug'"):
+    with refused(ConfigError, "split", "'debug'"):
         Manifest("points", {}, [StateEpisode(good.task, "debug", good.init_state, good.hash)]).starts(env)
 
 

@@ -132,7 +132,7 @@ def test_plans_are_followed_instead_of_the_expert(num_workers: int, tmp_path: Pa
 @pytest.mark.parametrize(
     ("plans", "error", "named"),
     [
-        ([{0: np.zeros((3, 2), np.float32)}, {}], EnvError, ["left", "20 control steps", "--horizon"]),
+        ([{0: np.zeros((3, 2), np.float32)}, {}], EnvError, ["left", "horizon (20", "--horizon"]),
         ([{0: np.zeros((3, 2), np.float32)}], ConfigError, ["plans", "2 tasks", (2,), 1]),
         ([{0: np.zeros((3, 5), np.float32)}] * 2, ConfigError, ["plans", "actions", (2,), 2, [(5,)]]),
     ],
