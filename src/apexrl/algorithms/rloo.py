@@ -20,9 +20,9 @@ from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, bou
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.algorithms.terms import Imitation, Term
 from apexrl.core.errors import ConfigError
-from apexrl.core.functional import approx_kl, probability_ratio
+from apexrl.core.functional import approx_kl, clipped_surrogate, probability_ratio
 from apexrl.core.functional.episodes import stack_episodes
-from apexrl.core.functional.rloo import group_std, leave_one_out, reverse_kl, surrogate
+from apexrl.core.functional.rloo import group_std, leave_one_out, reverse_kl
 from apexrl.core.system import distributed
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import (
@@ -207,14 +207,14 @@ class RLOOLoss(Loss):
         cfg = self.cfg
         log_prob, entropy = evaluation = self.evaluate(batch)
         log_ratio = log_prob - batch[SAMPLE_LOG_PROB]
-        policy_loss = surrogate(log_ratio, batch[ADVANTAGE], cfg.clip, self.clip_high).mean()
+        ratio = probability_ratio(log_ratio)
+        policy_loss = clipped_surrogate(ratio, batch[ADVANTAGE], cfg.clip, self.clip_high)
         entropy_loss = -entropy.mean()
         start_kl = torch.zeros_like(policy_loss)
         if REFERENCE_LOG_PROB in batch:
             start_kl = reverse_kl(log_prob, batch[REFERENCE_LOG_PROB], batch[SAMPLE_LOG_PROB]).mean()
         loss = policy_loss + cfg.entropy_coef * entropy_loss + cfg.kl_coef * start_kl
         with torch.no_grad():
-            ratio = probability_ratio(log_ratio)
             clip_frac = ((ratio < 1.0 - cfg.clip) | (ratio > 1.0 + self.clip_high)).float().mean()
         numbers = policy_loss, entropy_loss, approx_kl(log_ratio), clip_frac, start_kl
         return self.result(loss, numbers, batch, evaluation)

@@ -10,7 +10,7 @@ import numpy as np
 import scipy  # imports scipy.stats, which takes half a second, when it is first used
 from numpy.typing import NDArray
 
-from apexrl.core.errors import FewSamplesWarning
+from apexrl.core.errors import FewSamplesWarning, plural
 
 CONFIDENCE = 0.95
 """The share of intervals that hold the true value."""
@@ -137,12 +137,8 @@ def _boundary(accepted: Callable[[float], bool], inside: float, outside: float) 
 
 def _warn_of_few(count: int) -> None:
     if count < FEWEST:
-        noun = "sample" if count == 1 else "samples"
-        warnings.warn(
-            f"A confidence interval of {count} {noun} is unreliable: use at least {FEWEST}.",
-            FewSamplesWarning,
-            stacklevel=1,
-        )
+        text = f"A confidence interval of {plural(count, 'sample')} is unreliable: use at least {FEWEST}."
+        warnings.warn(text, FewSamplesWarning, stacklevel=1)
 
 
 def sign_flip_test(differences: NDArray[np.float64]) -> float:
@@ -153,15 +149,8 @@ def sign_flip_test(differences: NDArray[np.float64]) -> float:
     """
     if len(differences) < 2 or not differences.any():
         return 1.0
-    test = scipy.stats.permutation_test(
-        (differences,),
-        np.mean,
-        permutation_type="samples",
-        n_resamples=NUM_FLIPS,
-        vectorized=True,
-        batch=1000,
-        rng=np.random.default_rng(0),
-    )
+    options = {"n_resamples": NUM_FLIPS, "vectorized": True, "batch": 1000, "rng": np.random.default_rng(0)}
+    test = scipy.stats.permutation_test((differences,), np.mean, permutation_type="samples", **options)
     return float(test.pvalue)
 
 
