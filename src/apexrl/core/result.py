@@ -48,8 +48,7 @@ class EvaluationResult(float):
         """Return the mean of the returns that are known, as a number."""
         if isinstance(episodes, Real):  # ``statistics.mean`` converts its result to the class of its data
             return float(episodes)  # type: ignore[return-value]
-        known = _known(episodes["return"])
-        return super().__new__(cls, known.mean() if len(known) else math.nan)
+        return super().__new__(cls, _mean(episodes["return"]))
 
     def __getnewargs__(self) -> tuple[Any]:
         """Let copies and other processes create it from the episodes, as here."""
@@ -62,8 +61,7 @@ class EvaluationResult(float):
 
     def mean(self, name: str) -> float:
         """Mean of an episode field over the episodes that reported it; NaN when none did."""
-        known = _known(self.episodes[name])
-        return float(known.mean()) if len(known) else math.nan
+        return _mean(self.episodes[name])
 
     def interval(self, name: str) -> tuple[float, float]:
         """Confidence interval of the mean: Wilson's for rates, Student's t for other fields.
@@ -150,6 +148,11 @@ def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return values[~np.isnan(values)]
 
 
+def _mean(values: NDArray[np.float64]) -> float:
+    known = _known(values)
+    return float(known.mean()) if len(known) else math.nan
+
+
 class CountedEpisodes:
     """The ended episodes that an evaluation counts, on the host."""
 
@@ -173,7 +176,7 @@ class CountedEpisodes:
             finished: the episodes.
             info: their control data.
             room: episodes that are still wanted of each environment, ``[N]``.
-            numbers: ``episode_id`` of the episodes of each environment, ``[N]``.
+            numbers: their ``episode_id``, ``[N]``.
 
         Returns:
             How many of each environment were kept, ``[N]``.
@@ -228,10 +231,8 @@ class CountedEpisodes:
             raise EnvError("The evaluation lost every episode: the workers died. Use fewer environments.")
         kept, known = ({name: values[~lost] for name, values in part.items()} for part in (episodes, info))
         if num_bad := int((~np.isfinite(kept["return"])).sum()):
-            raise EnvError(
-                f"The return of {num_bad} of {len(kept['return'])} evaluated episodes is not finite: the environment "
-                "or the policy produced it. 'apexrl check-env' looks at the environment."
-            )
+            what = f"The return of {num_bad} of {len(kept['return'])} evaluated episodes is not finite"
+            raise EnvError(f"{what}: the environment or the policy produced it. Try 'apexrl check-env'.")
         return EvaluationResult(kept, rows, task_names, known, int(lost.sum()) + num_never_begun)
 
 

@@ -58,11 +58,7 @@ def own_device(device: torch.device) -> torch.device:
 
 
 def join_ranks(device: torch.device) -> None:
-    """Meet the other processes, when ``torchrun`` has started this one with others; only the first goes on printing.
-
-    Raises:
-        LostRankError: when they do not come.
-    """
+    """Meet the other processes, when ``torchrun`` has started this one with others; only the first goes on printing."""
     global _patient
     if not _started_by_torchrun() or dist.is_initialized():
         return
@@ -119,11 +115,7 @@ def is_main_process() -> bool:
 
 
 def share(amount: int, name: str) -> int:
-    """Return this process's part of a number that all share equally.
-
-    Raises:
-        ConfigError: when they cannot; ``name`` is the field.
-    """
+    """Return this process's part of a number that all share equally, or raise about the field ``name``."""
     if amount % world_size():
         size = world_size()
         raise ConfigError(f"{name} is {amount}, which {size} processes cannot share equally; use a multiple of {size}.")

@@ -42,9 +42,6 @@ def migrated_config(raw: Mapping[str, Any], where: str = "This configuration") -
     Args:
         raw: plain values, which are not modified.
         where: what a message calls it.
-
-    Raises:
-        ConfigError: when its version is newer or no longer supported, or is not an integer.
     """
     config = {name: dict(values) if isinstance(values, dict) else values for name, values in raw.items()}
     number = config.pop(VERSION_KEY, CONFIG_VERSION)
@@ -63,9 +60,6 @@ def migrated_checkpoint(content: dict[str, Any], where: object) -> dict[str, Any
     Args:
         content: as it was read; it may be changed.
         where: what a message calls it.
-
-    Raises:
-        CheckpointError: when it has no number, or its version is newer or no longer supported.
     """
     number = content.get(FORMAT_KEY)
     if type(number) is not int:
