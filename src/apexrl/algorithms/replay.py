@@ -235,8 +235,8 @@ class ReplayBuffer:
         needed, available = _Storage(*layout, "meta").num_bytes, available_bytes(self.device)
         if needed > available:
             raise ConfigError(
-                f"algo.replay_capacity {self.capacity:,} needs {needed / 1e9:.2f} GB on {self.device}, and "
-                f"{available / 1e9:.2f} GB are available; lower it."
+                f"A replay buffer for {self.capacity:,} transitions needs {needed / 1e9:.2f} GB on {self.device}, and "
+                f"{available / 1e9:.2f} GB are available; lower algo.replay_capacity."
             )
         self._storage = _Storage(*layout, self.device)
         return self._storage

@@ -75,7 +75,8 @@ class LikelihoodHead(nn.Module):
         if distribution not in ("gaussian", "laplace"):
             raise ConfigError(f"policy.distribution must be gaussian or laplace for vla, got '{distribution}'.")
         if not 0.0 < min_std <= init_std <= max_std:
-            raise ConfigError(f"policy.init_std must lie between {min_std} (above 0) and {max_std}, got {init_std}.")
+            limits = f"policy.min_std ({min_std}, above 0) and policy.max_std ({max_std})"
+            raise ConfigError(f"policy.init_std must lie between {limits}, got {init_std}.")
         self.chunk = chunk
         self.distribution: type[DiagGaussian | DiagLaplace] = (
             DiagGaussian if distribution == "gaussian" else DiagLaplace
