@@ -140,8 +140,7 @@ class EvaluationResult(float):
     def __format__(self, spec: str) -> str:
         return super().__format__(spec) if spec else self.summary()
 
-    def __str__(self) -> str:
-        return self.summary()
+    __str__ = summary
 
 
 def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:

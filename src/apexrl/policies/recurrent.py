@@ -25,8 +25,8 @@ class RecurrentActorCritic(Policy):
     ``forward``, ``evaluate_actions`` and ``get_value``, every observation is the first of an episode.
 
     Args:
-        observation_space: of the environments.
-        action_space: of the environments.
+        observation_space: of one environment.
+        action_space: of one environment.
         hidden_dims: widths of the layers before the memory.
         memory_dim: width of the memory.
         activation: between the layers.

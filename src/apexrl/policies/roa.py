@@ -192,17 +192,10 @@ class ROAPolicy(Policy):
         self.encoder_priv = ObservationMLP(
             observation_space, [OBS_PRIV_KEY, *thing], encoder_dims, activation, num_features
         )
+        actor_cfg: dict[str, Any] = {"hidden_dims": hidden_dims, "activation": activation, "num_latents": num_features}
+        actor_cfg |= head_options or {}
         self.actor, self.actor_adapt = (
-            LatentActor(
-                observation_space,
-                action_space,
-                hidden_dims=hidden_dims,
-                activation=activation,
-                groups=[*command, OBS_KEY],
-                num_latents=num_features,
-                **(head_options or {}),
-            )
-            for _ in range(2)
+            LatentActor(observation_space, action_space, groups=[*command, OBS_KEY], **actor_cfg) for _ in range(2)
         )
         self.adapt_module = AdaptationModule(
             observation_space,

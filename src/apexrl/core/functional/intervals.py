@@ -23,19 +23,14 @@ NUM_FLIPS = 20_000
 
 
 def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
-    """Return Wilson's interval of a rate.
-
-    (p + z²/2n ± z √(p(1 − p)/n + z²/4n²)) / (1 + z²/n)
-    """
+    """Return Wilson's interval of a rate, (p + z²/2n ± z √(p(1 − p)/n + z²/4n²)) / (1 + z²/n)."""
     _warn_of_few(trials)
     low, high = scipy.stats.binomtest(successes, trials).proportion_ci(CONFIDENCE, method="wilson")
     return float(low), float(high)
 
 
 def mean_interval(values: NDArray[np.float64], *, trials: int | None = None) -> tuple[Any, Any]:
-    """Return Student's t interval of the mean.
-
-    x̄ ± t_{n-1} s / √n
+    """Return Student's t interval of the mean, x̄ ± t_{n-1} s / √n.
 
     Args:
         values: samples ``[n, ...]``.

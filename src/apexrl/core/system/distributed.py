@@ -232,11 +232,7 @@ def gather_object(value: T) -> list[T]:
 
 
 def on_main_process(function: Callable[[], T]) -> T:
-    """Call a function in the first process and give all of them what it returned; the others wait.
-
-    Raises:
-        SystemExit: in the others, when it failed in the first, which says why.
-    """
+    """Call a function in the first process and give all what it returned; the others wait, and exit if it failed."""
     if world_size() == 1:
         return function()
     outcome: list[Any] = [None, "failed"]

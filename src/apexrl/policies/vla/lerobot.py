@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import gymnasium as gym
 import numpy as np
@@ -124,7 +124,9 @@ class LeRobotPolicy(Policy):
 
         It follows the ordinary equation from noise that is drawn, ``deterministic`` or not, for it never explores.
         """
-        action = self._predict(carry[OBSERVATION])
+        obs, predict = carry[OBSERVATION], cast(Any, self.inner.predict_action_chunk)
+        actions = predict(self.inputs(obs))[:, : self.chunk, : self.num_actions]
+        action = self.scaling.restore_action(actions.reshape(*leaves(obs)[STATE_KEY].shape[:-1], -1))
         return {ACTION: action, SAMPLE_LOG_PROB: torch.full_like(action[..., :1], torch.nan)}
 
     def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
@@ -148,9 +150,8 @@ class LeRobotPolicy(Policy):
             real = batch[VALID_STEPS].reshape(-1, 1)
         inputs[ACTION] = torch.cat((actions, actions[:, -1:].expand(-1, missing, -1)), 1)
         inputs["actions_id_pad"] = torch.arange(config.chunk_size, device=actions.device) >= real
-        loss, _ = self.inner.forward(inputs, reduction="none")
-        sample_loss: Tensor = loss
-        return sample_loss.reshape(shape)
+        loss: Tensor = self.inner.forward(inputs, reduction="none")[0]
+        return loss.reshape(shape)
 
     def inputs(self, obs: Observation) -> dict[str, Tensor]:
         """Return an observation as LeRobot names and shapes it, its leading dimensions made one."""
@@ -164,11 +165,6 @@ class LeRobotPolicy(Policy):
         ids, mask = self.tokenize(instructions(text.reshape(-1, text.shape[-1])))
         batch[TOKENS], batch[ATTENTION] = ids.to(state.device), mask.bool().to(state.device)
         return batch
-
-    def _predict(self, obs: Observation) -> Tensor:
-        predict: Any = self.inner.predict_action_chunk
-        actions: Tensor = predict(self.inputs(obs))[:, : self.chunk, : self.num_actions]
-        return self.scaling.restore_action(actions.reshape(*leaves(obs)[STATE_KEY].shape[:-1], -1))
 
 
 def instructions(text: Tensor) -> list[str]:

@@ -155,14 +155,7 @@ class ExpertLayer(nn.Module):
 
 
 class ActionExpert(nn.Module):
-    """Turns the tokens of a chunk into one vector ``[A]`` each, looking at the prefix.
-
-    Args:
-        size: of the transformers.
-        chunk: actions, that is tokens.
-        num_actions: A, numbers of one action.
-        rank: of LoRA; 0 for none.
-    """
+    """Turns the tokens of a chunk into one vector ``[A]`` each, looking at the prefix; LoRA ``rank`` 0 is none."""
 
     def __init__(self, size: Dimensions, chunk: int, num_actions: int, rank: int) -> None:
         super().__init__()
