@@ -69,7 +69,7 @@ class PPOROAConfig(PPOConfig):
         """Say that there is nothing to fine-tune."""
         if self.phase != "finetune" or init_from:
             return ""
-        return "algo.phase finetune trains no encoder and no teacher: name a run of phase train as training.init_from."
+        return "algo.phase finetune without training.init_from: encoder and teacher are untrained; name a trained run."
 
     def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
         """Raise when rollouts of this many environments cannot be cut into the wanted minibatches."""
