@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.core.errors import ConfigError, DivergenceError, did_you_mean, requirement
+from apexrl.core.observations import leaves
 from apexrl.core.system import distributed
 from apexrl.core.types import (
     ACTION,
@@ -46,11 +47,9 @@ class AlgorithmConfig:
 
     def check_policy(self, policy: type[Policy]) -> None:
         """Raise when options do not fit the kind of policy."""
-        return
 
     def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
         """Raise when rollouts of this many environments cannot be learned from."""
-        return
 
     def num_gradient_steps(self, total_steps: int, num_envs: int) -> int:
         """Return about how many gradient steps so many environment steps bring, where compiling them can win time."""
@@ -75,9 +74,7 @@ class BaseAlgorithm(ABC):
     required_keys: ClassVar[frozenset[str]] = frozenset(
         {OBSERVATION, ACTION, REWARD, TERMINATED, TRUNCATED, DONE, VALUE, NEXT_VALUE, SAMPLE_LOG_PROB}
     )
-    """What ``update`` reads; the collector stores these and no more. By default everything that on-policy learning can
-    use."""
-
+    """What ``update`` reads; the collector stores these and no more. By default all that on-policy learning can use."""
     on_policy: ClassVar[bool] = True
     """Whether batches must come from the current policy."""
     learns_from: ClassVar[Source] = "steps"
@@ -114,10 +111,8 @@ class BaseAlgorithm(ABC):
         """
         policy = self.policy if deterministic else self.rollout_policy
         if policy.initial_memory(1):
-            raise ConfigError(
-                f"get_action has no memory to give to {type(policy).__name__}; call policy.act(carry) instead, or let "
-                "runner.rollout act, which keeps it between calls."
-            )
+            name = type(policy).__name__
+            raise ConfigError(f"get_action has no memory for {name}; call policy.act(carry), or runner.rollout.")
         carry = {OBSERVATION: obs.to(policy.device), **policy.initial_state(obs.shape[0])}
         was_training = policy.training
         policy.eval()
@@ -199,46 +194,36 @@ class BaseAlgorithm(ABC):
 
     def _report(self, batch: TensorDict) -> tuple[int, str]:
         """Return how far down the flow of data the first tensor that is not finite lies, and a text that names it."""
-        for name, parameter in self.policy.named_parameters():
+        parameters = dict(self.policy.named_parameters())
+        for name, parameter in parameters.items():
             if not parameter.isfinite().all():
                 return 0, f"Training diverged: parameter '{name}' was not finite before the update. Load a checkpoint."
         order = [OBSERVATION, ACTION, REWARD, SAMPLE_LOG_PROB]
-        names = [str(key) for key in batch.keys()]  # noqa: SIM118
-        keys = sorted(names, key=lambda key: (order.index(key) if key in order else len(order), key))
-        for place, key in enumerate(keys, 1):
-            # A metric may be missing at a step: NaN means just that there.
-            if key not in ("metric", "log"):
-                for name, tensor in _tensors(key, batch[key]):
-                    bad = ~tensor.isfinite()
-                    if bad.any():
-                        first = bad.nonzero()[0].tolist()
-                        env = first[1] + distributed.rank() * batch.shape[1]
-                        return place, (
-                            f"Training diverged: '{name}' of the rollout is not finite at {int(bad.sum())} of "
-                            f"{bad.numel()} places, first at step {first[0]}, environment {env}. "
-                            "The environment or the policy produced it; see docs/troubleshooting.md."
-                        )
-        for name, parameter in self.policy.named_parameters():
+        # A metric may be missing at a step: NaN means just that there.
+        keys = sorted({str(key) for key in batch.keys()} - {"metric", "log"} - {*order})  # noqa: SIM118
+        for place, key in enumerate([*(key for key in order if key in batch), *keys], 1):
+            for path, tensor in leaves(batch.select(key)).items():
+                if tensor.is_floating_point() and (bad := ~tensor.isfinite()).any():
+                    step, env = bad.nonzero()[0, :2].tolist()
+                    return place, (
+                        f"Training diverged: '{path}' of the rollout is not finite at {int(bad.sum())} of "
+                        f"{bad.numel()} places, first at step {step}, environment "
+                        f"{env + distributed.rank() * batch.shape[1]}. The environment or the policy produced it; see "
+                        "docs/troubleshooting.md."
+                    )
+        last, fix = len(order) + len(keys) + 1, "Lower algo.learning_rate, or normalise observations and rewards."
+        for name, parameter in parameters.items():
             if parameter.grad is not None and not parameter.grad.isfinite().all():
-                return len(keys) + 1, (
-                    f"Training diverged: the gradient of '{name}' is not finite, though the rollout is. "
-                    "Lower algo.learning_rate, or normalise observations and rewards."
-                )
-        return len(
-            keys
-        ) + 2, "Training diverged: the loss was not finite. Lower algo.learning_rate, or normalise rewards."
+                return last, f"Training diverged: the gradient of '{name}' is not finite, though the rollout is. {fix}"
+        return last + 1, f"Training diverged: the loss was not finite. {fix}"
 
 
 def check_source(algorithm: str, env: Any, policy: Policy | None) -> None:
     """Raise unless an algorithm got a policy, or an environment to create one for."""
     if isinstance(env, Policy):
-        raise ConfigError(
-            f"{algorithm} takes an environment first; give it the policy by name: {algorithm}(policy=...)."
-        )
+        raise ConfigError(f"{algorithm} takes an environment first; name the policy: {algorithm}(policy=...).")
     if (env is None) == (policy is None):
-        raise ConfigError(
-            f"{algorithm} needs either a policy (policy=...) or an environment to create one for (env=...)."
-        )
+        raise ConfigError(f"{algorithm} needs either a policy (policy=...) or an environment (env=...).")
     if not isinstance(policy, Policy | None):
         raise ConfigError(
             f"{algorithm} needs a Policy, got {type(policy).__name__}; give networks of your own as actor_class and "
@@ -263,23 +248,15 @@ def checker(config: Any, section: str) -> Callable[[str, bool, str], None]:
     hints = get_type_hints(type(config))
     for entry in fields(config):
         value, kind = getattr(config, entry.name), hints[entry.name]
-        choices, kinds = get_args(kind), (get_args(kind) or (kind,))
+        kinds = get_args(kind) or (kind,)
         if get_origin(kind) is Literal:
-            rule = f"must be one of {list(choices)}"
-            ok = isinstance(value, str) and value in choices
-            hint = did_you_mean(str(value), choices)
+            ok, rule = isinstance(value, str) and value in kinds, f"one of {list(kinds)}"
         else:
-            number = float in kinds and isinstance(value, int | float) and not isinstance(value, bool)
-            ok = number or type(value) in kinds
-            names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
-            rule = f"must be {' or '.join(names.get(kind, str(kind)) for kind in kinds)}"
-            hint = ""
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            ok = type(value) in kinds or (float in kinds and is_number)
+            names = {int: "an integer", float: "a number", bool: "true or false", type(None): "null"}
+            rule = " or ".join(names.get(kind, str(kind)) for kind in kinds)
         if not ok:
-            raise ConfigError(f"{section}.{entry.name} {rule}, got {value!r}.{hint}")
+            hint = did_you_mean(str(value), kinds) if get_origin(kind) is Literal else ""
+            raise ConfigError(f"{section}.{entry.name} must be {rule}, got {value!r}.{hint}")
     return requirement(config, section)
-
-
-def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        return [(name, value)] if torch.is_floating_point(value) else []
-    return [pair for key in value.keys() for pair in _tensors(f"{name}.{key}", value[key])]  # noqa: SIM118

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,6 +22,7 @@ from apexrl.core.observations import leaves
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import ACTION, OBSERVATION
 from apexrl.policies import ActorCritic, Policy
+from apexrl.policies.networks.mlp import map_leaves
 from apexrl.policies.networks.normalizer import RunningNormalizer
 from apexrl.policies.vla import VALID_STEPS, VLAPolicy
 from apexrl.policies.vla.lerobot import LeRobotPolicy
@@ -121,21 +123,16 @@ class BCLoss(Loss):
         images = [path for path, leaf in found.items() if leaf.dtype == torch.uint8 and leaf.ndim == 4]
         if cfg.picture_shift and not images:
             raise ConfigError(
-                f"algo.picture_shift is {cfg.picture_shift}, but the demonstrations hold no pictures, which are uint8 "
-                f"and have three dimensions (they hold {', '.join(found)}); leave it out, or name cameras in "
-                "task.cameras."
+                f"algo.picture_shift is {cfg.picture_shift}, but the demonstrations hold no images, only "
+                f"{', '.join(found)}; leave it out, or name cameras in task.cameras."
             )
-        varied = obs.copy() if isinstance(obs, TensorDict) else obs
-        for path, leaf in found.items():
+
+        def vary(path: str, leaf: Tensor) -> Tensor:
             if leaf.is_floating_point() and cfg.state_noise:
-                leaf = leaf + cfg.state_noise * torch.randn_like(leaf)
-            elif path in images and cfg.picture_shift:
-                leaf = randomly_moved(leaf, cfg.picture_shift)
-            if isinstance(varied, TensorDict):
-                varied[tuple(path.split("."))] = leaf
-            else:
-                varied = leaf
-        return varied
+                return leaf + cfg.state_noise * torch.randn_like(leaf)
+            return randomly_moved(leaf, cfg.picture_shift) if path in images and cfg.picture_shift else leaf
+
+        return map_leaves(obs, {path: partial(vary, path) for path in found})
 
 
 class BC(BaseAlgorithm):
@@ -161,11 +158,9 @@ class BC(BaseAlgorithm):
         self.cfg = cfg = cfg or BCConfig()
         super().__init__(policy, num_steps=1)
         self.acceleration = acceleration or Acceleration()
-        trained = [
-            (name, p)
-            for name, p in policy.named_parameters()
-            if not name.startswith("critic.") and (cfg.learn_std or not name.endswith("log_std"))
-        ]
+        trained = [(name, p) for name, p in policy.named_parameters() if not name.startswith("critic.")]
+        if not cfg.learn_std:
+            trained = [(name, p) for name, p in trained if not name.endswith("log_std")]
         self.optimizer = FlatAdam(
             trained, cfg.learning_rate, cfg.adam_eps, cfg.max_grad_norm, weight_decay=cfg.weight_decay
         )
@@ -176,10 +171,7 @@ class BC(BaseAlgorithm):
         )
 
     def fit(
-        self,
-        demonstrations: TensorDict,
-        steps: int | None = None,
-        on_progress: Callable[[int], None] | None = None,
+        self, demonstrations: TensorDict, steps: int | None = None, on_progress: Callable[[int], None] | None = None
     ) -> dict[str, float]:
         """Set the policy's statistics from demonstrations, then learn from them.
 
@@ -190,9 +182,6 @@ class BC(BaseAlgorithm):
 
         Returns:
             Means over the last tenth of the steps.
-
-        Raises:
-            DivergenceError: when a loss or gradient was not finite.
         """
         self.check_batch(demonstrations)
         count, steps = demonstrations.shape[0], self.cfg.num_updates if steps is None else steps
@@ -245,20 +234,16 @@ class BC(BaseAlgorithm):
             if VALID_STEPS in demonstrations:  # without the padding at the end of a demonstration
                 action = action[torch.arange(policy.chunk) < demonstrations[VALID_STEPS].cpu()]
             action = action.reshape(-1, action.shape[-1])
-            statistics = (
-                state.mean(0),
-                state.std(0, unbiased=False).clamp_min(self.cfg.min_std),
-                action.mean(0),
-                action.std(0, unbiased=False).clamp_min(self.cfg.min_action_std),
-            )
-            policy.set_statistics(*(value.to(here) for value in statistics), min_std=0.0)
+            statistics = []
+            for values, least in ((state, self.cfg.min_std), (action, self.cfg.min_action_std)):
+                statistics += [values.mean(0).to(here), values.std(0, unbiased=False).clamp_min(least).to(here)]
+            policy.set_statistics(*statistics, min_std=0.0)
         elif policy.normalizer is not None:
-            for module in policy.normalizer.normalizers.values():
-                assert isinstance(module, RunningNormalizer)
+            modules = [module for module in policy.normalizer.modules() if isinstance(module, RunningNormalizer)]
+            for module in modules:
                 module.count.zero_()  # the mean and variance before then count nothing
             policy.normalizer.update(obs.to(here))
-            for module in policy.normalizer.normalizers.values():
-                assert isinstance(module, RunningNormalizer)
+            for module in modules:
                 module.var.clamp_(min=self.cfg.min_std**2)
 
     def adjust_learning_rate(self, progress: float) -> None:

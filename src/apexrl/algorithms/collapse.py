@@ -24,6 +24,7 @@ class CollapseGuard:
 
     smoothing = 0.5
     """Weight of the newest batch in the running mean."""
+    _numbers = ("best", "running", "was_put_back")
 
     def __init__(self, ratio: float, optimizer: FlatAdam) -> None:
         self.ratio, self.optimizer = ratio, optimizer
@@ -60,11 +61,10 @@ class CollapseGuard:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best weights and the numbers."""
-        numbers = {"best": self.best, "running": self.running, "was_put_back": self.was_put_back}
-        return {"weights": self.weights.clone(), **numbers}
+        return {"weights": self.weights.clone(), **{name: getattr(self, name) for name in self._numbers}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
         self.weights.copy_(state["weights"])
-        self.best, self.running = state["best"], state["running"]
-        self.was_put_back = state["was_put_back"]
+        for name in self._numbers:
+            setattr(self, name, state[name])

@@ -69,19 +69,18 @@ class PPOROAConfig(PPOConfig):
         """Say that there is nothing to fine-tune."""
         if self.phase != "finetune" or init_from:
             return ""
-        return (
-            "algo.phase finetune without training.init_from: encoder and teacher are untrained and stay so. Name a run "
-            "of phase train."
-        )
+        return "algo.phase finetune without training.init_from: encoder and teacher are untrained; name a trained run."
 
     def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
         """Raise when rollouts of this many environments cannot be cut into the wanted minibatches."""
         super().check_rollout(num_envs, keeps_sequences=keeps_sequences)
-        if self.adapt_minibatches > self.num_steps * num_envs:
-            raise ConfigError(
-                f"algo.adapt_minibatches is {self.adapt_minibatches}, but a rollout has {self.num_steps * num_envs} "
-                "samples (algo.num_steps × task.num_envs); lower it."
-            )
+        self.check_adaptation(self.num_steps * num_envs)
+
+    def check_adaptation(self, num_samples: int) -> None:
+        """Raise when a rollout with so many samples cannot be cut into the wanted minibatches of the adaptation."""
+        if self.adapt_minibatches > num_samples:
+            what = f"only {num_samples} samples (algo.num_steps × task.num_envs)"
+            raise ConfigError(f"algo.adapt_minibatches is {self.adapt_minibatches}, but a rollout has {what}.")
 
 
 class RolloutPolicy(nn.Module):
@@ -122,9 +121,7 @@ class PPOROA(PPO):
         self, policy: ROAPolicy, cfg: PPOROAConfig | None = None, *, acceleration: Acceleration | None = None
     ) -> None:
         if not isinstance(policy, ROAPolicy):
-            raise ConfigError(
-                f"PPOROA trains a ROAPolicy, got {type(policy).__name__}; make one with ROAPolicy.for_env(env)."
-            )
+            raise ConfigError(f"PPOROA trains a ROAPolicy, got {type(policy).__name__}; use ROAPolicy.for_env(env).")
         self.roa_cfg = cfg or PPOROAConfig()
         self.roa: ROAPolicy = policy
         self.phase: Phase = "train"
@@ -164,11 +161,9 @@ class PPOROA(PPO):
         self._prepare(self._acting, separate_clip_prefix="critic.")
         self.adapt = self._imitation_step(AdaptationLoss(policy, cfg, self.acceleration), policy.adapt_module)
         # In finetune the student's weights are PPO's own.
-        self.imitate = (
-            self._imitation_step(StudentLoss(policy, self.acceleration), policy.actor_adapt)
-            if phase == "train"
-            else None
-        )
+        self.imitate: GradientStep | None = None
+        if phase == "train":
+            self.imitate = self._imitation_step(StudentLoss(policy, self.acceleration), policy.actor_adapt)
         self._average = flatten(policy.adapt_ema.parameters())
 
     def _imitation_step(self, loss: Loss, learner: nn.Module) -> GradientStep:
@@ -240,11 +235,7 @@ class PPOROA(PPO):
 
         In phase train the student imitates the teacher besides.
         """
-        if self.roa_cfg.adapt_minibatches > rollout.numel():
-            raise ConfigError(
-                f"algo.adapt_minibatches is {self.roa_cfg.adapt_minibatches}, but the rollout has {rollout.numel()} "
-                "samples; lower it."
-            )
+        self.roa_cfg.check_adaptation(rollout.numel())
         steps = [self.adapt] if self.imitate is None else [self.adapt, self.imitate]
         for step in steps:
             step.stats.reset()
@@ -282,8 +273,8 @@ class PPOROA(PPO):
     def state_dict(self) -> dict[str, Any]:
         """Return the phase and what PPO and the adaptation need to continue."""
         student = {} if self.imitate is None else self.imitate.optimizer.state_dict()
-        adaptation = {"adapt": self.adapt.optimizer.state_dict(), "student": student}
-        return {**super().state_dict(), **adaptation, "phase": self.phase}
+        adapt = self.adapt.optimizer.state_dict()
+        return {**super().state_dict(), "adapt": adapt, "student": student, "phase": self.phase}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``, in its phase."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,9 +54,9 @@ class ReplayBuffer:
     ) -> None:
         if capacity < 1:
             raise ConfigError(f"algo.replay_capacity must be at least 1, got {capacity}.")
-        for name, value in (("priority_exponent", priority_exponent), ("importance_exponent", importance_exponent)):
-            if value < 0:
-                raise ConfigError(f"algo.{name} must not be negative, got {value}.")
+        if min(priority_exponent, importance_exponent) < 0:
+            given = f"{priority_exponent} and {importance_exponent}"
+            raise ConfigError(f"algo.priority_exponent and algo.importance_exponent must not be negative, got {given}.")
         self.capacity, self.device = capacity, torch.device(device)
         self.priority_exponent = priority_exponent
         # On the device, so that a captured sample follows it when it is annealed.
@@ -88,27 +87,23 @@ class ReplayBuffer:
 
     @torch.no_grad()
     def add(self, batch: TensorDict) -> None:
-        """Take in ``[T, N]`` steps; the oldest make room.
+        """Take in ``[T, N]`` steps, with ``required_keys``; the oldest make room.
 
-        Args:
-            batch: ``observation``, ``action``, ``reward``, ``terminated``, ``truncated`` and ``next_observation``, the
-                true successor of each step, also where its episode ended.
+        ``next_observation`` is the true successor of each step, also where its episode ended.
         """
         T, N = batch.batch_size
         if self.capacity + N <= T * N:
-            raise ConfigError(
-                f"algo.replay_capacity is {self.capacity}, but one batch has {T * N} transitions; "
-                "raise it or collect fewer steps at a time."
-            )
-        storage = self._storage or self._allocate_like(batch)
+            raise ConfigError(f"algo.replay_capacity is {self.capacity}, but a batch has {T * N} steps; raise it.")
+        if missing := self.required_keys - set(batch.keys()):
+            raise KeyError(f"ReplayBuffer.add needs {sorted(missing)}; the batch has {sorted(batch.keys())}.")
+        columns = _columns(batch)
+        storage = self._storage or self._allocate(columns, N)
         self._cut_before(_observation_columns(batch[OBSERVATION][0].to(self.device)))
-        for name, value in _observation_columns(batch[OBSERVATION]).items():
-            storage.write(name, self._cursor, value)
         tail, successor = (self._cursor + T) % storage.num_rows, _observation_columns(batch[NEXT_OBSERVATION])
+        for name, value in columns.items():
+            storage.write(name, self._cursor, value)
         for name, value in successor.items():
             storage.write(name, tail, value[-1:])
-        for name in (ACTION, REWARD):
-            storage.write(name, self._cursor, batch[name])
 
         terminated = batch[TERMINATED].to(self.device).reshape(-1)
         cut = batch[TRUNCATED].to(self.device).reshape(-1) > terminated
@@ -135,13 +130,15 @@ class ReplayBuffer:
             last of the episode); ``weight`` ``[B, 1]``, 1 if uniform; ``index`` ``[B]`` for ``set_priorities``.
         """
         storage = self._filled_storage()
-        weight: Tensor | None = None
         if storage.tree is None:
             draw = torch.rand(batch_size, dtype=torch.float64, device=self.device)
             index = ((draw * self._size).long() + self._oldest) % storage.num_steps
+            weight = torch.ones(batch_size, device=self.device)
         else:
             index = storage.tree.sample(batch_size)
-            weight = self._importance(storage.tree, index)
+            priority = storage.tree.get(index)
+            # (size · P(i))^−β / max: the size, and the sum in P, cancel.
+            weight = ((priority / priority.amin()) ** -self.importance_exponent).float()
         last, reward, discount = self._follow(storage, index, n_step, gamma)
         ending = storage.ending.index_select(0, last)
         goes_on, has_final = ending == GOES_ON, ending > storage.newest_final - storage.num_finals
@@ -155,7 +152,7 @@ class ReplayBuffer:
             REWARD: reward,
             "discount": torch.where((ending == TERMINATES).unsqueeze(1), 0.0, discount),
             NEXT_OBSERVATION: storage.observation_at(successor),
-            "weight": usable.float() if weight is None else torch.where(usable, weight.unsqueeze(1), 0.0),
+            "weight": torch.where(usable, weight.unsqueeze(1), 0.0),
             "index": index,
         }
 
@@ -206,26 +203,22 @@ class ReplayBuffer:
             if self._storage is not None:
                 raise ValueError("The saved replay buffer is empty, and this one is not.")
             return
-        N = state["num_envs"]
-        columns = {name: column[:1].to("meta") for name, column in state["rows"].items()}
-        prioritised = self.priority_exponent > 0
-        storage = self._storage or _Storage(columns, N, self.capacity, prioritised, "meta")
-        saved = {name: (tuple(column.shape[2:]), column.dtype) for name, column in columns.items()}
-        ours = {name: (tuple(rows.shape[2:]), rows.dtype) for name, rows in storage.rows.items()}
+        storage = self._storage or self._allocate(state["rows"], state["num_envs"])
+        saved, ours = (
+            {name: (tuple(rows.shape[2:]), rows.dtype) for name, rows in columns.items()}
+            for columns in (state["rows"], storage.rows)
+        )
         for what, theirs, here in (
-            ("environments", N, storage.num_envs),
+            ("environments", state["num_envs"], storage.num_envs),
             ("time steps of capacity", state["max_rows"], storage.num_rows - 1),
             ("columns", saved, ours),
-            ("priorities", bool(state["priority"]), prioritised),
+            ("priorities", bool(state["priority"]), storage.tree is not None),
         ):
             if theirs != here:
                 raise ValueError(f"The saved replay buffer differs in {what}: it has {theirs}, this one {here}.")
-        if self._storage is None:
-            storage = self._allocate(columns, N)
-        for name, column in state["rows"].items():
-            storage.rows[name][: len(column)].copy_(column)
-        for name, column in state["finals"].items():
-            storage.finals[name][: len(column)].copy_(column)
+        for held, columns in ((storage.rows, state["rows"]), (storage.finals, state["finals"])):
+            for name, column in columns.items():
+                held[name][: len(column)].copy_(column)
         storage.newest_final.fill_(state["newest_final"])
         self._max_priority.copy_(state["max_priority"])
         if storage.tree is not None:
@@ -237,19 +230,13 @@ class ReplayBuffer:
             raise RuntimeError("The replay buffer is empty; add a batch before drawing from it.")
         return self._storage
 
-    def _allocate_like(self, batch: TensorDict) -> _Storage:
-        missing = self.required_keys - set(batch.keys())
-        if missing:
-            raise KeyError(f"ReplayBuffer.add needs {sorted(missing)}; the batch has {sorted(batch.keys())}.")
-        return self._allocate(_columns(batch), batch.shape[1])
-
     def _allocate(self, columns: Mapping[str, Tensor], num_envs: int) -> _Storage:
         layout = columns, num_envs, self.capacity, self.priority_exponent > 0
         needed, available = _Storage(*layout, "meta").num_bytes, available_bytes(self.device)
         if needed > available:
             raise ConfigError(
-                f"A replay buffer for {self.capacity:,} transitions needs {needed / 1e9:.2f} GB on {self.device}, "
-                f"and {available / 1e9:.2f} GB are available; lower algo.replay_capacity."
+                f"A replay buffer for {self.capacity:,} transitions needs {needed / 1e9:.2f} GB on {self.device}, and "
+                f"{available / 1e9:.2f} GB are available; lower algo.replay_capacity."
             )
         self._storage = _Storage(*layout, self.device)
         return self._storage
@@ -278,11 +265,6 @@ class ReplayBuffer:
         number = storage.keep_finals(cut, successor)
         ending.copy_(torch.where(cut, number, ending))
 
-    def _importance(self, tree: SumTree, index: Tensor) -> Tensor:
-        # (size · P(i))^−β / max: the size, and the sum in P, cancel.
-        priority = tree.get(index)
-        return ((priority / priority.amin()) ** -self.importance_exponent).float()
-
     def _follow(
         self, storage: _Storage, index: Tensor, n_step: int, gamma: float
     ) -> tuple[Tensor, Tensor, Tensor | float]:
@@ -294,7 +276,7 @@ class ReplayBuffer:
         age = (index - self._oldest) % storage.num_steps  # 0 for the oldest; it has no seam
         for k in range(1, n_step):
             goes_on = (storage.ending.index_select(0, last) == GOES_ON) & (age + N < self._size)
-            age = torch.where(goes_on, age + N, age)
+            age = age + N * goes_on
             last = (age + self._oldest) % storage.num_steps
             goes_on = goes_on.unsqueeze(1)
             reward = reward + torch.where(goes_on, storage.reward.index_select(0, last) * gamma**k, 0.0)
@@ -310,12 +292,7 @@ class _Storage:
     """
 
     def __init__(
-        self,
-        columns: Mapping[str, Tensor],
-        num_envs: int,
-        capacity: int,
-        prioritised: bool,
-        device: torch.device | str,
+        self, columns: Mapping[str, Tensor], num_envs: int, capacity: int, prioritised: bool, device: torch.device | str
     ) -> None:
         max_rows = -(-capacity // num_envs)
         self.num_envs, self.num_rows, self.num_steps = num_envs, max_rows + 1, (max_rows + 1) * num_envs
@@ -323,7 +300,7 @@ class _Storage:
         self.memory: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
         self.finals: dict[str, Tensor] = {}
-        for name, column in columns.items():
+        for name, column in {**columns, ENDING: torch.empty((0, 0), dtype=torch.int64)}.items():
             is_observation = name.split(".")[0] == OBSERVATION
             length = self.num_steps + (self.num_finals + 1 if is_observation else 0)
             memory = torch.empty((length, *column.shape[2:]), dtype=column.dtype, device=device)
@@ -338,21 +315,17 @@ class _Storage:
 
     @property
     def num_bytes(self) -> int:
-        return sum(memory.nbytes for memory in self.memory.values()) + (self.tree.num_bytes if self.tree else 0)
+        return sum(memory.nbytes for memory in (*self.memory.values(), *(self.tree.levels if self.tree else ())))
 
     def write(self, name: str, row: int, values: Tensor) -> None:
         """Put ``[T, N, ...]`` into T rows from ``row`` on, around the end of the ring."""
         rows, count = self.rows[name], values.shape[0]
         if values.shape[1:] != rows.shape[1:]:
-            raise ValueError(
-                f"The replay buffer holds {name} of {list(rows.shape[1:])} a step, got {list(values.shape[1:])}."
-            )
-        end = row + count
-        if end <= self.num_rows:
-            rows[row:end].copy_(values)
-        else:
-            rows[row:].copy_(values[: self.num_rows - row])
-            rows[: end - self.num_rows].copy_(values[self.num_rows - row :])
+            held, given = list(rows.shape[1:]), list(values.shape[1:])
+            raise ValueError(f"The replay buffer holds {name} of {held} per step, got {given}.")
+        num_first = min(count, self.num_rows - row)
+        rows[row : row + num_first].copy_(values[:num_first])
+        rows[: count - num_first].copy_(values[num_first:])
 
     def keep_finals(self, cut: Tensor, observation: Mapping[str, Tensor]) -> Tensor:
         """Keep the observations ``[K, ...]`` where ``cut`` ``[K]``, and return the number that each has there."""
@@ -377,24 +350,17 @@ class _Storage:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the free memory of a device; where the system does not tell, all there could be."""
+    """Return the free memory of a device; where the system does not tell, as macOS, all there could be."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        if "MemAvailable" in fields:
-            return int(fields["MemAvailable"].split()[0]) * 1024
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return 2**63
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines()) if meminfo.exists() else {}
+    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else 2**63
 
 
 def _columns(batch: TensorDict) -> dict[str, Tensor]:
-    """Return the columns that are stored of a batch, for their shapes and dtypes."""
-    ending = torch.empty(batch.batch_size, dtype=torch.int64, device="meta")
-    return {**_observation_columns(batch[OBSERVATION]), ACTION: batch[ACTION], REWARD: batch[REWARD], ENDING: ending}
+    """Return the columns that are stored of a batch as they are; ``ENDING`` comes beside them."""
+    return {**_observation_columns(batch[OBSERVATION]), ACTION: batch[ACTION], REWARD: batch[REWARD]}
 
 
 def _observation_columns(obs: Observation) -> dict[str, Tensor]:

@@ -20,9 +20,9 @@ from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, bou
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.algorithms.terms import Imitation, Term
 from apexrl.core.errors import ConfigError
-from apexrl.core.functional import approx_kl, probability_ratio
+from apexrl.core.functional import approx_kl, clipped_surrogate, probability_ratio
 from apexrl.core.functional.episodes import stack_episodes
-from apexrl.core.functional.rloo import group_std, leave_one_out, reverse_kl, surrogate
+from apexrl.core.functional.rloo import group_std, leave_one_out, reverse_kl
 from apexrl.core.system import distributed
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import (
@@ -123,9 +123,8 @@ class RLOOConfig(AlgorithmConfig):
     def __post_init__(self) -> None:
         require = checker(self, "algo")
         require("rloo_batch_size", self.rloo_batch_size >= 2, "must be at least 2: an episode is compared with others")
-        for name in (
-            "num_groups", "num_epochs", "num_minibatches", "max_attempts", "oversample", "imitation_batch_size"
-        ):  # fmt: skip
+        counts = "num_groups", "num_epochs", "num_minibatches", "max_attempts", "oversample", "imitation_batch_size"
+        for name in counts:
             require(name, getattr(self, name) >= 1, "must be at least 1")
         for name in ("minibatch_size", "micro_batch_size"):
             value = getattr(self, name)
@@ -136,14 +135,8 @@ class RLOOConfig(AlgorithmConfig):
         for name in ("clip_high", "target_kl"):
             value = getattr(self, name)
             require(name, value is None or value > 0, "must be positive or null")
-        for name in (
-            "entropy_coef",
-            "kl_coef",
-            "imitation_updates",
-            "imitation_coef",
-            "rollout_skip_threshold",
-            "warmup_steps",
-        ):
+        coefficients = "entropy_coef", "kl_coef", "imitation_coef"
+        for name in (*coefficients, "imitation_updates", "rollout_skip_threshold", "warmup_steps"):
             require(name, getattr(self, name) >= 0, "must not be negative")
         ratio = self.collapse_ratio
         require("collapse_ratio", ratio is None or 0 < ratio < 1, "must lie in (0, 1) or be null")
@@ -207,14 +200,14 @@ class RLOOLoss(Loss):
         cfg = self.cfg
         log_prob, entropy = evaluation = self.evaluate(batch)
         log_ratio = log_prob - batch[SAMPLE_LOG_PROB]
-        policy_loss = surrogate(log_ratio, batch[ADVANTAGE], cfg.clip, self.clip_high).mean()
+        ratio = probability_ratio(log_ratio)
+        policy_loss = clipped_surrogate(ratio, batch[ADVANTAGE], cfg.clip, self.clip_high)
         entropy_loss = -entropy.mean()
         start_kl = torch.zeros_like(policy_loss)
         if REFERENCE_LOG_PROB in batch:
             start_kl = reverse_kl(log_prob, batch[REFERENCE_LOG_PROB], batch[SAMPLE_LOG_PROB]).mean()
         loss = policy_loss + cfg.entropy_coef * entropy_loss + cfg.kl_coef * start_kl
         with torch.no_grad():
-            ratio = probability_ratio(log_ratio)
             clip_frac = ((ratio < 1.0 - cfg.clip) | (ratio > 1.0 + self.clip_high)).float().mean()
         numbers = policy_loss, entropy_loss, approx_kl(log_ratio), clip_frac, start_kl
         return self.result(loss, numbers, batch, evaluation)
@@ -223,8 +216,15 @@ class RLOOLoss(Loss):
 class WeightedFlowLoss(Loss):
     """Flow matching that is conditioned on the sign of the advantage, and weighted by its size."""
 
-    def __init__(self, policy: VLAPolicy, acceleration: Acceleration, terms: Sequence[Term] = ()) -> None:
+    def __init__(self, policy: Policy, acceleration: Acceleration, terms: Sequence[Term] = ()) -> None:
         super().__init__(acceleration, terms)
+        if not isinstance(policy, VLAPolicy) or policy.flow is None:
+            raise ConfigError("algo.loss weighted_flow needs policy.kind vla with policy.head flow.")
+        if policy.flow.noise == "last_step":
+            raise ConfigError(
+                "algo.loss weighted_flow imitates sampled chunks, which policy.noise last_step makes wider than the "
+                "flow, and wider again in every iteration; set policy.noise to every_step."
+            )
         self.policy, self.flow = policy, PI0_CFG_Adapter(policy)
 
     def forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, tuple[()]]:
@@ -270,23 +270,13 @@ class RLOO(BaseAlgorithm):
         trained = [(name, p) for name, p in policy.named_parameters() if not name.startswith("critic.")]
         self.optimizer = FlatAdam(trained, cfg.learning_rate, cfg.adam_eps, cfg.max_grad_norm)
         self.guard = None if cfg.collapse_ratio is None else CollapseGuard(cfg.collapse_ratio, self.optimizer)
-        self.extra_keys = policy.extra_keys
-        """What the policy returned when it acted and needs back to evaluate that; the batch must hold it."""
-        self.imitation = (
-            Imitation(policy, cfg.imitation_coef, cfg.imitation_batch_size, self.acceleration)
-            if cfg.imitation_coef
-            else None
-        )
+
+        self.imitation: Imitation | None = None
+        if cfg.imitation_coef:
+            self.imitation = Imitation(policy, cfg.imitation_coef, cfg.imitation_batch_size, self.acceleration)
         terms = () if self.imitation is None else (self.imitation,)
         self.loss: RLOOLoss | WeightedFlowLoss
         if cfg.loss == "weighted_flow":
-            if not isinstance(policy, VLAPolicy) or policy.flow is None:
-                raise ConfigError("algo.loss weighted_flow needs policy.kind vla with policy.head flow.")
-            if policy.flow.noise == "last_step":
-                raise ConfigError(
-                    "algo.loss weighted_flow imitates sampled chunks, which policy.noise last_step makes wider than "
-                    "the flow, and wider again in every iteration; set policy.noise to every_step."
-                )
             self.loss = WeightedFlowLoss(policy, self.acceleration, terms)
         else:
             self.loss = RLOOLoss(policy, cfg, self.acceleration, terms)
@@ -332,7 +322,7 @@ class RLOO(BaseAlgorithm):
         self.check_batch(rollout)
         if self.imitation is not None and self.imitation.demonstrations is None:
             raise ConfigError("algo.imitation_coef needs demonstrations: set task.demos, or call remember.")
-        if missing := set(self.extra_keys) - set(rollout.keys()):
+        if missing := set(self.policy.extra_keys) - set(rollout.keys()):
             raise KeyError(f"RLOO.update needs {sorted(missing)}, which the policy returned; collect with keep=None.")
         self.stats.reset()
         returns, advantage = self._episodes(rollout)
@@ -382,25 +372,23 @@ class RLOO(BaseAlgorithm):
     def _success(batch: TensorDict, returns: Tensor) -> Tensor:
         """Share of episodes that succeeded: of all that were sampled where the batch says so, else of its own."""
         if SAMPLED_SUCCESS in batch:
-            sampled: Tensor = batch[SAMPLED_SUCCESS].flatten()[0].float()
-            return sampled
-        if METRIC in batch and "success" in batch[METRIC].keys():  # noqa: SIM118
-            return torch.where(batch[VALID], batch[METRIC]["success"], 0.0).amax(0).mean()
+            return torch.flatten(batch[SAMPLED_SUCCESS])[0].float()
+        if (METRIC, "success") in batch:
+            return torch.where(batch[VALID], batch[METRIC, "success"], 0.0).amax(0).mean()
         return (returns > 0).float().mean()
 
     @torch.no_grad()
     def _samples(self, batch: TensorDict, advantage: Tensor) -> TensorDict:
         """Gather the valid chunks ``[B]`` with the advantage of their episode."""
         rows = batch[VALID].squeeze(-1).nonzero(as_tuple=True)
-        stored = (OBSERVATION, ACTION, SAMPLE_LOG_PROB, PRE_TANH, *self.extra_keys)
+        stored = (OBSERVATION, ACTION, SAMPLE_LOG_PROB, PRE_TANH, *self.policy.extra_keys)
         samples: TensorDict = batch.select(*stored, strict=False)[rows]
         samples[ADVANTAGE] = advantage[rows[1]].unsqueeze(-1)
-        knows_steps = INFO in batch and CONTROL_STEPS in batch[INFO].keys()  # noqa: SIM118
-        if knows_steps and isinstance(self.policy, VLAPolicy):
+        if (INFO, CONTROL_STEPS) in batch and isinstance(self.policy, VLAPolicy):
             # A chunk that reached the goal was cut there: what would have come after was never executed.
             samples[VALID_STEPS] = batch[INFO][CONTROL_STEPS][rows]
         if isinstance(self.loss, RLOOLoss):
-            self._anchor(self.loss, samples, is_stale=POLICY_VERSION in batch.keys())  # noqa: SIM118
+            self._anchor(self.loss, samples, is_stale=POLICY_VERSION in batch)
         if self.reference is not None:
             reference = RLOOLoss(self.reference, self.cfg, replace(self.acceleration, compile=False))
             samples[REFERENCE_LOG_PROB] = self._log_probs(reference, samples)

@@ -106,17 +106,11 @@ class SACConfig(AlgorithmConfig):
         require("tau", 0 < self.tau <= 1, "must lie in (0, 1]")
         require("replay_capacity", self.replay_capacity <= MAX_CAPACITY, f"must be at most {MAX_CAPACITY}")
         require("dropout", 0 <= self.dropout < 1, "must lie in [0, 1)")
-        require(
-            "target_subset",
-            1 <= self.target_subset <= self.num_critics,
-            f"must lie between 1 and algo.num_critics ({self.num_critics})",
-        )
+        rule = f"must lie between 1 and algo.num_critics ({self.num_critics})"
+        require("target_subset", 1 <= self.target_subset <= self.num_critics, rule)
         require("max_grad_norm", self.max_grad_norm is None or self.max_grad_norm > 0, "must be positive or null")
-        require(
-            "learning_starts",
-            self.learning_starts <= self.replay_capacity,
-            f"must not be above algo.replay_capacity ({self.replay_capacity})",
-        )
+        rule = f"must not be above algo.replay_capacity ({self.replay_capacity})"
+        require("learning_starts", self.learning_starts <= self.replay_capacity, rule)
 
     def num_gradient_steps(self, total_steps: int, num_envs: int) -> int:
         """Return those after the start of learning."""
@@ -125,10 +119,8 @@ class SACConfig(AlgorithmConfig):
     def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
         """Raise when a rollout of this many environments does not fit into the replay buffer."""
         if self.num_steps * num_envs > self.replay_capacity:
-            raise ConfigError(
-                f"algo.replay_capacity is {self.replay_capacity}, but one rollout has {self.num_steps * num_envs} "
-                "steps (algo.num_steps · task.num_envs); raise it."
-            )
+            what = f"{self.num_steps * num_envs} steps (algo.num_steps · task.num_envs)"
+            raise ConfigError(f"algo.replay_capacity is {self.replay_capacity}, but one rollout has {what}; raise it.")
 
 
 CRITIC_METRICS = ("critic_loss", "q_value", "grad_norm")
@@ -169,8 +161,7 @@ class SAC(BaseAlgorithm):
         check_source("SAC", env, policy)
         if not isinstance(policy, SACPolicy | None):
             raise ConfigError(
-                f"SAC trains a SACPolicy, whose critics value actions, got {type(policy).__name__}; make one with "
-                "SACPolicy.for_env(env), or use PPO."
+                f"SAC trains a SACPolicy, got {type(policy).__name__}; use SACPolicy.for_env(env), or train with PPO."
             )
         self.cfg = cfg = cfg or SACConfig()
         if policy is None:
@@ -192,19 +183,16 @@ class SAC(BaseAlgorithm):
         self.target_flat = flatten(policy.target_critics.parameters())
         self.target_entropy = -float(policy.scale.numel()) if cfg.target_entropy is None else cfg.target_entropy
         self.stats = UpdateStats(CRITIC_METRICS, here)
-        self.critic_step = self._gradient_step(
-            CriticLoss(policy, self.acceleration), policy.critics.named_parameters(), self.stats
+        critic_loss = CriticLoss(policy, self.acceleration)
+        actor_loss = ActorLoss(policy, cfg.actor_value, self.acceleration)
+        temperature_loss = TemperatureLoss(self.log_temperature, self.target_entropy, self.acceleration)
+        actor_stats, temperature_stats = (
+            UpdateStats(names, here, self.stats.nonfinite) for names in (ACTOR_METRICS, ("", ""))
         )
-        self.actor_step = self._gradient_step(
-            ActorLoss(policy, cfg.actor_value, self.acceleration),
-            policy.actor.named_parameters(),
-            UpdateStats(ACTOR_METRICS, here, self.stats.nonfinite),
-        )
-        self.temperature_step = self._gradient_step(
-            TemperatureLoss(self.log_temperature, self.target_entropy, self.acceleration),
-            [("log_temperature", self.log_temperature)],
-            UpdateStats(("", ""), here, self.stats.nonfinite),
-        )
+        self.critic_step = self._gradient_step(critic_loss, policy.critics.named_parameters(), self.stats)
+        self.actor_step = self._gradient_step(actor_loss, policy.actor.named_parameters(), actor_stats)
+        temperature = [("log_temperature", self.log_temperature)]
+        self.temperature_step = self._gradient_step(temperature_loss, temperature, temperature_stats)
         self.optimizers = {
             "actor": self.actor_step.optimizer,
             "critics": self.critic_step.optimizer,
@@ -256,11 +244,9 @@ class SAC(BaseAlgorithm):
         cfg = self.cfg
         size = self.replay.bytes_for(batch, cfg.replay_capacity, cfg.priority_exponent) / 1e6
         amount = f"{size / 1e3:.1f} GB" if size >= 1e3 else f"{size:.0f} MB"
-        saved = (
-            "and once more in main memory while a checkpoint is written"
-            if cfg.save_replay
-            else "not saved (algo.save_replay), so a resumed run fills it anew"
-        )
+        saved = "not saved (algo.save_replay), so a resumed run fills it anew"
+        if cfg.save_replay:
+            saved = "and once more in main memory while a checkpoint is written"
         return f"Replay: {cfg.replay_capacity:,} transitions, {amount} on {self.replay.device}, {saved}."
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
@@ -295,15 +281,19 @@ class SAC(BaseAlgorithm):
     def _critic_loss_now(self) -> Tensor:
         """Return the loss of the critics on a batch, for an update without a gradient step; uses no random numbers."""
         with evaluation_mode(self.policy, seed=0):
-            batch = self.replay.sample(self.cfg.batch_size, n_step=self.cfg.n_step, gamma=self.cfg.gamma)
+            batch, _ = self._draw()
             loss: Tensor = self.critic_step.loss(self._with_target(batch, self.log_temperature.exp()))[0]
         return loss
 
-    def _eager_draw_and_step(self, step: Callable[[Mapping[str, Any]], Tensor]) -> None:
-        batch = self.replay.sample(self.cfg.batch_size, n_step=self.cfg.n_step, gamma=self.cfg.gamma)
+    def _draw(self) -> tuple[dict[str, Any], Tensor]:
+        """Draw a minibatch to the policy's device; its index stays where the replay buffer is."""
+        cfg, here = self.cfg, self.policy.device
+        batch = self.replay.sample(cfg.batch_size, n_step=cfg.n_step, gamma=cfg.gamma)
         index = batch.pop("index")
-        if self.replay.device != self.policy.device:
-            batch = {name: value.to(self.policy.device, non_blocking=True) for name, value in batch.items()}
+        return {name: value.to(here, non_blocking=True) for name, value in batch.items()}, index
+
+    def _eager_draw_and_step(self, step: Callable[[Mapping[str, Any]], Tensor]) -> None:
+        batch, index = self._draw()
         td_error = step(batch)
         if self.cfg.priority_exponent > 0:
             here = self.replay.device
@@ -325,9 +315,8 @@ class SAC(BaseAlgorithm):
 
     @torch.no_grad()
     def _with_target(self, batch: Mapping[str, Any], temperature: Tensor) -> dict[str, Any]:
-        """Return a batch, on the policy's device, with normalised observations and the target of the critics."""
+        """Return a batch with normalised observations and the target of the critics."""
         policy, cfg = self.policy, self.cfg
-        batch = {name: value.to(policy.device) for name, value in batch.items()}
         next_obs = policy.normalized(batch[NEXT_OBSERVATION])
         with self.acceleration.autocast(policy.device):
             action, log_prob = policy.draw_unit_action(policy.actor(next_obs))
@@ -376,16 +365,11 @@ class SAC(BaseAlgorithm):
                 self._draw_and_step = self._wrapped()
             self.replay.load_state_dict(state["replay"])
         elif self._num_updates and not len(self.replay) and distributed.is_main_process():
-            why = (
-                "The checkpoint holds no replay buffer (algo.save_replay is false)"
-                if state["replay"] is not None
-                else "The replay buffers in the checkpoint are left out, because the processes are others than wrote it"
-            )
-            warnings.warn(
-                f"{why}: learning goes on once {self.cfg.learning_starts * distributed.world_size():,} new steps are "
-                "collected, so the run will differ from an uninterrupted one.",
-                stacklevel=2,
-            )
+            why = "The checkpoint holds no replay buffer (algo.save_replay is false)"
+            if state["replay"] is None:
+                why = "The replay buffers in the checkpoint are left out, because other processes wrote them"
+            when = f"once {self.cfg.learning_starts * distributed.world_size():,} new steps are collected"
+            warnings.warn(f"{why}: learning goes on {when}, unlike in an uninterrupted run.", stacklevel=2)
         self.replay.importance_exponent.copy_(state["importance_exponent"])
 
 
@@ -441,7 +425,5 @@ class TemperatureLoss(Loss):
 
 def _is_nonfinite(rollout: TensorDict) -> Tensor:
     """Say on the device whether any number of a rollout is not finite; 0-d."""
-    numbers = [rollout[ACTION], rollout[REWARD]]
-    for name in (OBSERVATION, NEXT_OBSERVATION):
-        numbers += leaves(rollout[name]).values()
+    numbers = leaves(rollout.select(ACTION, REWARD, OBSERVATION, NEXT_OBSERVATION)).values()
     return ~torch.stack([number.isfinite().all() for number in numbers if number.is_floating_point()]).all()

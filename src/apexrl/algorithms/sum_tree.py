@@ -39,11 +39,6 @@ class SumTree:
         """The sum of all weights, 0-d."""
         return self.levels[-1].view(())
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all levels."""
-        return sum(level.nbytes for level in self.levels)
-
     def get(self, index: Tensor) -> Tensor:
         """Return the weights ``[B]`` of leaves ``[B]``."""
         return self.levels[0].index_select(0, index)

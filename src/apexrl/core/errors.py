@@ -48,7 +48,8 @@ def requirement(config: Any, section: str) -> Callable[[str, bool, str], None]:
 
     def require(name: str, ok: bool, rule: str) -> None:
         if not ok:
-            raise ConfigError(f"{section}.{name} {rule}, got {getattr(config, name)}.")
+            value = getattr(config, name)
+            raise ConfigError(f"{section}.{name} {rule}, got {list(value) if isinstance(value, tuple) else value}.")
 
     return require
 

@@ -48,8 +48,7 @@ class EvaluationResult(float):
         """Return the mean of the returns that are known, as a number."""
         if isinstance(episodes, Real):  # ``statistics.mean`` converts its result to the class of its data
             return float(episodes)  # type: ignore[return-value]
-        known = _known(episodes["return"])
-        return super().__new__(cls, known.mean() if len(known) else math.nan)
+        return super().__new__(cls, _mean(episodes["return"]))
 
     def __getnewargs__(self) -> tuple[Any]:
         """Let copies and other processes create it from the episodes, as here."""
@@ -62,15 +61,14 @@ class EvaluationResult(float):
 
     def mean(self, name: str) -> float:
         """Mean of an episode field over the episodes that reported it; NaN when none did."""
-        known = self._known(name)
-        return float(known.mean()) if len(known) else math.nan
+        return _mean(self.episodes[name])
 
     def interval(self, name: str) -> tuple[float, float]:
         """Confidence interval of the mean: Wilson's for rates, Student's t for other fields.
 
         NaN for one episode, unless it is a rate. Fewer than five episodes warn.
         """
-        known = self._known(name)
+        known = _known(self.episodes[name])
         if name in RATE_FIELDS and len(known):
             return wilson_interval(int(known.sum()), len(known))
         low, high = mean_interval(known) if len(known) > 1 else (math.nan, math.nan)
@@ -80,13 +78,8 @@ class EvaluationResult(float):
         """Return every mean under its log name, and the spread of the returns."""
         logs = {log: self.mean(name) for name in self.episodes for log in evaluation_log_names(name)}
         returns = self.episodes["return"]
-        for name, value in (
-            ("mean", returns.mean()),
-            ("std", returns.std()),
-            ("min", returns.min()),
-            ("max", returns.max()),
-        ):
-            logs[f"eval/{name}_reward"] = float(value)
+        for name in ("mean", "std", "min", "max"):
+            logs[f"eval/{name}_reward"] = float(getattr(returns, name)())
         if self.sampled is not None:
             logs["eval/sampled_return"] = self.sampled.mean("return")
         return logs
@@ -104,25 +97,17 @@ class EvaluationResult(float):
         if self.sampled is not None:
             found = self.sampled._mean_and_interval("return")
             record.update({f"sampled_{name}": value for name, value in found.items()})
-        if tasks := self.per_task():
-            record["per_task"] = {
-                name: {
-                    "success_rate": task.mean("success_once"),
-                    "interval": list(task.interval("success_once")),
-                    "episodes": task.num_episodes,
-                    **{
-                        key: value
-                        for field_name in TASK_FIELDS
-                        for key, value in task._mean_and_interval(field_name).items()
-                    },
-                }
-                for name, task in tasks.items()
-            }
+        for task_name, task in self.per_task().items():
+            row: dict[str, Any] = {"success_rate": task.mean("success_once")}
+            row |= {"interval": list(task.interval("success_once")), "episodes": task.num_episodes}
+            for name in TASK_FIELDS:
+                row |= task._mean_and_interval(name)
+            record.setdefault("per_task", {})[task_name] = row
         return record
 
     def _mean_and_interval(self, name: str) -> dict[str, Any]:
         """Return both under their names; nothing where no episode reported the field, no interval where one did."""
-        if name not in self.episodes or not len(self._known(name)):
+        if name not in self.episodes or not len(_known(self.episodes[name])):
             return {}
         bounds = self.interval(name)
         return {name: self.mean(name), f"{name}_interval": None if math.isnan(bounds[0]) else list(bounds)}
@@ -138,17 +123,16 @@ class EvaluationResult(float):
 
     def summary(self) -> str:
         """Return one line for people."""
+        has_interval = self.num_episodes > 1
         text = f"return {self.mean('return'):.2f}"
-        if self.num_episodes > 1:
-            low, high = self.interval("return")
-            text += f" (95 % interval {low:.2f} to {high:.2f})"
+        if has_interval:
+            text += " (95 % interval {:.2f} to {:.2f})".format(*self.interval("return"))
         if self.sampled is not None:
             text += f", {self.sampled.mean('return'):.2f} with sampled actions"
         if "success_once" in self.episodes:
             text += f", success {100 * self.mean('success_once'):.1f} %"
-            if self.num_episodes > 1:
-                low, high = self.interval("success_once")
-                text += f" ({100 * low:.1f} to {100 * high:.1f} %)"
+            if has_interval:
+                text += " ({:.1f} to {:.1f} %)".format(*(100 * end for end in self.interval("success_once")))
             text += f", at the end {100 * self.mean('success_at_end'):.1f} %"
         text += f", over {self.num_episodes} episode{'s' if self.num_episodes > 1 else ''}"
         return f"{text} ({self.num_lost} more lost: their workers died)" if self.num_lost else text
@@ -156,15 +140,16 @@ class EvaluationResult(float):
     def __format__(self, spec: str) -> str:
         return super().__format__(spec) if spec else self.summary()
 
-    def __str__(self) -> str:
-        return self.summary()
-
-    def _known(self, name: str) -> NDArray[np.float64]:
-        return _known(self.episodes[name])
+    __str__ = summary
 
 
 def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return values[~np.isnan(values)]
+
+
+def _mean(values: NDArray[np.float64]) -> float:
+    known = _known(values)
+    return float(known.mean()) if len(known) else math.nan
 
 
 class CountedEpisodes:
@@ -190,7 +175,7 @@ class CountedEpisodes:
             finished: the episodes.
             info: their control data.
             room: episodes that are still wanted of each environment, ``[N]``.
-            numbers: ``episode_id`` of the episodes of each environment, ``[N]``.
+            numbers: their ``episode_id``, ``[N]``.
 
         Returns:
             How many of each environment were kept, ``[N]``.
@@ -245,10 +230,8 @@ class CountedEpisodes:
             raise EnvError("The evaluation lost every episode: the workers died. Use fewer environments.")
         kept, known = ({name: values[~lost] for name, values in part.items()} for part in (episodes, info))
         if num_bad := int((~np.isfinite(kept["return"])).sum()):
-            raise EnvError(
-                f"The return of {num_bad} of {len(kept['return'])} evaluated episodes is not finite: the environment "
-                "or the policy produced it. 'apexrl check-env' looks at the environment."
-            )
+            what = f"The return of {num_bad} of {len(kept['return'])} evaluated episodes is not finite"
+            raise EnvError(f"{what}: the environment or the policy produced it. Try 'apexrl check-env'.")
         return EvaluationResult(kept, rows, task_names, known, int(lost.sum()) + num_never_begun)
 
 

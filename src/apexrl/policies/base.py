@@ -245,10 +245,7 @@ def _choices(space: Any) -> tuple[int, ...]:
 
 def state_values(batch: Mapping[str, Any] | TensorDict, value_of: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor]:
     """Return what ``Policy.values`` does, for a policy that values observations without a memory."""
-    if NEXT_OBSERVATION not in batch.keys():  # noqa: SIM118
-        value = value_of(batch[OBSERVATION])
-        return value, torch.full_like(value, torch.nan)
-    if batch[TRUNCATED].is_cuda:
+    if NEXT_OBSERVATION in batch and batch[TRUNCATED].is_cuda:
         value_of = partial(_in_chunks, value_of)
     value = value_of(batch[OBSERVATION])
     return value, successor_values(batch, value, lambda rows: value_of(batch[NEXT_OBSERVATION][rows]))
@@ -257,16 +254,13 @@ def state_values(batch: Mapping[str, Any] | TensorDict, value_of: Callable[[Any]
 def successor_values(
     batch: Mapping[str, Any] | TensorDict, value: Tensor, value_after: Callable[[Any], Tensor]
 ) -> Tensor:
-    """Return V(s'_t) of a batch ``[T, N]`` with the values V(s_t).
+    """Return V(s'_t) of a batch ``[T, N]`` with the values V(s_t); NaN for a batch without ``next_observation``.
 
     A step that does not end an episode shares its successor with the next step, so on the CPU only truncated steps and
-    the last one are evaluated again.
-
-    Args:
-        batch: with ``truncated``.
-        value: V(s_t).
-        value_after: values the successors of the steps that an index picks.
+    the last one are evaluated again. ``value_after`` values the successors of the steps that an index picks.
     """
+    if NEXT_OBSERVATION not in batch:
+        return torch.full_like(value, torch.nan)
     if value.is_cuda:  # to count the rows would wait for the device
         return value_after(slice(None))
     ends = batch[TRUNCATED].squeeze(-1).clone()
@@ -317,6 +311,6 @@ def explore(distribution: Distribution, carry: Carry, deterministic: bool) -> di
 
 def stored_log_prob(distribution: Distribution, batch: Mapping[str, Any] | TensorDict) -> Tensor:
     """Return the log-probability of the actions of a batch, of squashed ones from ``pre_tanh`` where it has that."""
-    if isinstance(distribution, SquashedGaussian) and PRE_TANH in batch.keys():  # noqa: SIM118
+    if isinstance(distribution, SquashedGaussian) and PRE_TANH in batch:
         return distribution.log_prob_before_tanh(batch[PRE_TANH])
     return distribution.log_prob(batch[ACTION])

@@ -79,15 +79,11 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         require = requirement(self, "policy")
         for name in ("hidden_dims", "critic_hidden_dims", "encoder_dims", "adapt_dims"):
-            if any(width < 1 for width in getattr(self, name) or ()):
-                raise ConfigError(f"policy.{name} must hold positive widths, got {list(getattr(self, name))}.")
-            if any(width > MAX_WIDTH for width in getattr(self, name) or ()):
-                raise ConfigError(
-                    f"policy.{name} must hold widths of at most {MAX_WIDTH}, got {list(getattr(self, name))}."
-                )
+            widths = getattr(self, name) or ()
+            require(name, min(widths, default=1) >= 1, "must hold positive widths")
+            require(name, max(widths, default=1) <= MAX_WIDTH, f"must hold widths of at most {MAX_WIDTH}")
         for name in ("actor_groups", "critic_groups"):
-            if getattr(self, name) == ():
-                raise ConfigError(f"policy.{name} must name at least one group or be null, got [].")
+            require(name, getattr(self, name) != (), "must name at least one group or be null")
         for name in ("memory_dim", "history", "latent_dim"):
             require(name, 1 <= getattr(self, name) <= MAX_WIDTH, f"must be at least 1 and at most {MAX_WIDTH}")
         between = f"must lie between policy.min_std ({self.min_std}, above 0) and policy.max_std ({self.max_std})"
@@ -97,8 +93,8 @@ class PolicyConfig:
             raise ConfigError("policy.gsde needs policy.kind mlp or gru, got roa.")
         if self.kind == "gru" and self.critic_hidden_dims is not None and self.critic_groups is None:
             raise ConfigError(
-                f"policy.critic_hidden_dims {list(self.critic_hidden_dims)} has no effect when policy.kind is gru and "
-                "policy.critic_groups is null: the critic is then a linear function of the memory. Name critic_groups."
+                f"policy.critic_hidden_dims {list(self.critic_hidden_dims)} has no effect on a gru without "
+                "policy.critic_groups: its critic is a linear function of the memory. Name critic_groups."
             )
 
 
@@ -150,16 +146,12 @@ class VLAConfig:
         require("guidance", self.guidance >= 0, "must not be negative")
         for name in self.freeze:
             if name not in FREEZABLE:
-                raise ConfigError(
-                    f"policy.freeze must hold names of {', '.join(FREEZABLE)}, got '{name}'."
-                    f"{did_you_mean(name, FREEZABLE)}"
-                )
+                hint = did_you_mean(name, FREEZABLE)
+                raise ConfigError(f"policy.freeze must hold names of {', '.join(FREEZABLE)}, got '{name}'.{hint}")
 
 
 POLICY_KINDS: dict[str, type[PolicyConfig | VLAConfig]] = {
-    "mlp": PolicyConfig,
-    "gru": PolicyConfig,
-    "roa": PolicyConfig,
+    **dict.fromkeys(("mlp", "gru", "roa"), PolicyConfig),
     "vla": VLAConfig,
 }
 """``policy.kind`` -> class of the section; the algorithm says which of its policies that is."""

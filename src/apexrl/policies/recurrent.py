@@ -25,8 +25,8 @@ class RecurrentActorCritic(Policy):
     ``forward``, ``evaluate_actions`` and ``get_value``, every observation is the first of an episode.
 
     Args:
-        observation_space: of the environments.
-        action_space: of the environments.
+        observation_space: of one environment.
+        action_space: of one environment.
         hidden_dims: widths of the layers before the memory.
         memory_dim: width of the memory.
         activation: between the layers.
@@ -56,8 +56,9 @@ class RecurrentActorCritic(Policy):
         super().__init__(observation_space, action_space)
         self.memory_dim = memory_dim
         self.encoder = ObservationEncoder(observation_space, groups)
-        self.trunk = mlp([self.encoder.num_features, *hidden_dims], activation)
-        self.cell = nn.GRUCell([self.encoder.num_features, *hidden_dims][-1], memory_dim)
+        widths = [self.encoder.num_features, *hidden_dims]
+        self.trunk = mlp(widths, activation)
+        self.cell = nn.GRUCell(widths[-1], memory_dim)
         self.action_head = ActionHead(memory_dim, action_space, **head_options)
         self.critic_encoder: ObservationEncoder | None = None
         self.value_head: nn.Module
@@ -103,8 +104,6 @@ class RecurrentActorCritic(Policy):
     def values(self, batch: Mapping[str, Any] | TensorDict) -> tuple[Tensor, Tensor]:
         """Value every step from the memory stored with it: one batched step of the GRU, no loop."""
         memory, value = self._remember_and_value(batch[OBSERVATION], batch.get(HIDDEN))
-        if NEXT_OBSERVATION not in batch.keys():  # noqa: SIM118
-            return value, torch.full_like(value, torch.nan)
 
         def value_after(rows: Any) -> Tensor:
             return self._remember_and_value(batch[NEXT_OBSERVATION][rows], memory[rows])[1]
@@ -113,7 +112,7 @@ class RecurrentActorCritic(Policy):
 
     def _memories(self, features: Tensor, batch: Mapping[str, Any] | TensorDict) -> Tensor:
         """Return the memory after every step; without one to begin with, every row is the first of an episode."""
-        if HIDDEN not in batch.keys():  # noqa: SIM118
+        if HIDDEN not in batch:
             return self._remember(features)
         alive = (~batch[DONE]).to(features.dtype)
         hidden, memories = batch[HIDDEN][0], []

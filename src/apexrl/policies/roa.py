@@ -26,8 +26,8 @@ from apexrl.core.types import (
 )
 from apexrl.policies.actor_critic import ActorCritic
 from apexrl.policies.base import HasSpaces, Policy, explore
-from apexrl.policies.networks import Distribution, MLPCritic, ObservationNormalizer
-from apexrl.policies.networks.mlp import ActionHead, ObservationEncoder, ObservationMLP, choice_sizes, linear, mlp
+from apexrl.policies.networks import Distribution, MLPActor, MLPCritic, ObservationNormalizer
+from apexrl.policies.networks.mlp import ObservationEncoder, ObservationMLP, choice_sizes, linear, mlp
 
 HistoryKind = Literal["mlp", "conv", "gru"]
 
@@ -62,13 +62,11 @@ class AdaptationModule(nn.Module):
             raise ConfigError(f"ROA needs a vector of stacked frames as observation group '{OBS_KEY}', got {space}.")
         if kind not in get_args(HistoryKind):
             raise ConfigError(f"policy.history_kind must be one of {list(get_args(HistoryKind))}, got '{kind}'.")
-        if history < 1:
-            raise ConfigError(f"policy.history must be at least 1, got {history}.")
         size, self.num_dims = gym.spaces.flatdim(space), len(space.shape)
-        if size % history:
+        if history < 1 or size % history:
             raise ConfigError(
-                f"policy.history is {history}, but the observation group '{OBS_KEY}' has {size} numbers, which is no "
-                "multiple of it; give the number of frames that the task stacks."
+                f"policy.history must be the number of frames that the task stacks, at least 1, and divide the {size} "
+                f"numbers of observation group '{OBS_KEY}', got {history}."
             )
         self.history, self.kind = history, kind
         frame = size // history
@@ -110,26 +108,10 @@ class AdaptationModule(nn.Module):
         return guess
 
 
-class LatentActor(nn.Module):
+class LatentActor(MLPActor):
     """From command, observation and a privileged feature, known or guessed, to an action distribution."""
 
-    def __init__(
-        self,
-        observation_space: gym.Space[Any],
-        action_space: gym.Space[Any],
-        groups: Sequence[str],
-        num_features: int,
-        hidden_dims: Sequence[int],
-        activation: str,
-        head_options: Mapping[str, Any],
-    ) -> None:
-        super().__init__()
-        self.encoder = ObservationEncoder(observation_space, groups)
-        widths = [self.encoder.num_features + num_features, *hidden_dims]
-        self.trunk = mlp(widths, activation)
-        self.action_head = ActionHead(widths[-1], action_space, **head_options)
-
-    def forward(self, obs: Observation, feature: Tensor) -> Distribution:
+    def forward(self, obs: Observation, feature: Tensor) -> Distribution:  # type: ignore[override]
         """Return the distribution for observations and features."""
         distribution: Distribution = self.action_head(self.trunk(torch.cat((self.encoder(obs), feature), dim=-1)))
         return distribution
@@ -138,13 +120,10 @@ class LatentActor(nn.Module):
 class _View(ActorCritic):
     """An actor, what gives it the latent, and the critic, as one policy; the modules are shared with the whole."""
 
-    def __init__(
-        self, actor: nn.Module, latent: nn.Module, critic: nn.Module, normalizer: Any, latent_key: str
-    ) -> None:
+    def __init__(self, whole: ROAPolicy, actor: nn.Module, latent: nn.Module, latent_key: str) -> None:
         Policy.__init__(self)  # ActorCritic would create networks
-        self.actor, self.latent, self.critic = actor, latent, critic
-        self.normalizer = normalizer
-        self.latent_key = latent_key
+        self.actor, self.latent, self.critic = actor, latent, whole.critic
+        self.normalizer, self.latent_key = whole.normalizer, latent_key
 
     def _distribution(self, obs: Observation) -> Distribution:
         distribution: Distribution = self.actor(obs, self.latent(obs))
@@ -205,9 +184,7 @@ class ROAPolicy(Policy):
                 f"where the task has them, '{CMD_KEY}' and '{OBJECT_KEY}'; this one's groups are {groups}."
             )
         if choice_sizes(action_space) is not None:
-            raise ConfigError(
-                f"ROA needs continuous actions (a Box), because the student imitates a mean; got {action_space}."
-            )
+            raise ConfigError(f"ROA needs continuous actions (a Box), whose mean is imitated; got {action_space}.")
         command, thing = ([name] if name in groups else [] for name in (CMD_KEY, OBJECT_KEY))
         self.history = history
         seen = select_groups(leaf_spaces(observation_space), [OBS_KEY, *command, *thing], privileged=False)
@@ -215,17 +192,10 @@ class ROAPolicy(Policy):
         self.encoder_priv = ObservationMLP(
             observation_space, [OBS_PRIV_KEY, *thing], encoder_dims, activation, num_features
         )
+        actor_cfg: dict[str, Any] = {"hidden_dims": hidden_dims, "activation": activation, "num_latents": num_features}
+        actor_cfg |= head_options or {}
         self.actor, self.actor_adapt = (
-            LatentActor(
-                observation_space,
-                action_space,
-                [*command, OBS_KEY],
-                num_features,
-                hidden_dims,
-                activation,
-                head_options or {},
-            )
-            for _ in range(2)
+            LatentActor(observation_space, action_space, groups=[*command, OBS_KEY], **actor_cfg) for _ in range(2)
         )
         self.adapt_module = AdaptationModule(
             observation_space,
@@ -241,35 +211,21 @@ class ROAPolicy(Policy):
         self.normalizer = ObservationNormalizer(observation_space) if normalize_obs else None
         # In a tuple, where PyTorch does not look: the views own nothing.
         self._views = (
-            _View(self.actor, self.encoder_priv, self.critic, self.normalizer, PRIV_FEATURE_KEY),
-            _View(self.actor_adapt, self.adapt_ema, self.critic, self.normalizer, PRIV_PRED_KEY),
+            _View(self, self.actor, self.encoder_priv, PRIV_FEATURE_KEY),
+            _View(self, self.actor_adapt, self.adapt_ema, PRIV_PRED_KEY),
         )
 
     @classmethod
     def for_env(cls, env: HasSpaces, **options: Any) -> Self:
-        """Make a policy for an environment's spaces.
-
-        An environment, or the MuJoCo task in it, may say how many frames it stacks (``history``).
-
-        Raises:
-            ConfigError: when the option ``history`` is another number.
-        """
+        """Make a policy for an environment, which, or the MuJoCo task in it, may say how many frames it stacks."""
         stacked = getattr(getattr(env, "task", env), "history", None)
-        if isinstance(stacked, int):
-            history = options.setdefault("history", stacked)
-            if history != stacked:
-                raise ConfigError(
-                    f"policy.history is {history}, but the task stacks {stacked} frames; set it to {stacked}."
-                )
+        if isinstance(stacked, int) and (history := options.setdefault("history", stacked)) != stacked:
+            raise ConfigError(f"policy.history is {history}, but the task stacks {stacked} frames: set it to that.")
         return super().for_env(env, **options)
 
     @classmethod
     def from_config(cls, cfg: Any, env: HasSpaces, critic_options: Mapping[str, Any], *, needs_value: bool) -> Self:
-        """Create the policy of a ``PolicyConfig``.
-
-        Raises:
-            ConfigError: when it sets what only other kinds read.
-        """
+        """Create the policy of a ``PolicyConfig``, which must not set what only other kinds read."""
         if cfg.actor_groups is not None or cfg.memory_dim != type(cfg).memory_dim:
             raise ConfigError(
                 f"policy.actor_groups must be null and policy.memory_dim {type(cfg).memory_dim} with policy.kind roa, "
@@ -299,12 +255,7 @@ class ROAPolicy(Policy):
         return self._views[1]
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
-        """Act as the student.
-
-        Raises:
-            KeyError: names a group of the observation that is missing.
-            ValueError: names a group whose shape is not that of the observation space.
-        """
+        """Act as the student; an error names a group of the observation that is missing or has another shape."""
         try:
             return self.student.act(carry, deterministic)
         except (KeyError, IndexError, RuntimeError):

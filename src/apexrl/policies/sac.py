@@ -21,15 +21,12 @@ from apexrl.policies.networks import MLPActor, ObservationNormalizer, QEnsemble,
 class SACPolicy(Policy):
     """An actor whose actions stay inside their bounds, critics, and the slowly following copy of the critics.
 
+    Arguments are those of ``ActorCritic``, but for:
+
     Args:
-        observation_space: of one environment.
         action_space: of one environment; a bounded Box.
-        actor_class: called as ``actor_class(observation_space, action_space, **actor_cfg)``; its distribution must be a
-            ``SquashedGaussian``.
+        actor_class: its distribution must be a ``SquashedGaussian``.
         critic_class: called as ``critic_class(observation_space, num_actions, **critic_cfg)``.
-        actor_cfg: options of the actor, such as ``hidden_dims``.
-        critic_cfg: options of the critics, such as ``num_critics``.
-        normalize_obs: keep running statistics of the observations and normalise with them.
     """
 
     has_value = False  # the critics value actions
@@ -53,10 +50,9 @@ class SACPolicy(Policy):
         if not isinstance(action_space, gym.spaces.Box) or not _has_width(action_space):
             raise ConfigError(f"SAC needs a Box of actions with bounds on every side, got {action_space}; use PPO.")
         actor_options = {"hidden_dims": (256, 256), "activation": "relu", **(actor_cfg or {})}
-        if actor_options.get("distribution", "auto") not in ("auto", "squashed_gaussian"):
-            raise ConfigError(
-                f"policy.distribution must be auto or squashed_gaussian for SAC, got '{actor_options['distribution']}'."
-            )
+        wanted = actor_options.get("distribution", "auto")
+        if wanted not in ("auto", "squashed_gaussian"):
+            raise ConfigError(f"policy.distribution must be auto or squashed_gaussian for SAC, got '{wanted}'.")
         actor_options |= {"distribution": "squashed_gaussian", "state_dependent_std": True}
         self.actor = actor_class(observation_space, action_space, **actor_options)
         if isinstance(self.actor, MLPActor):

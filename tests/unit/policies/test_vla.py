@@ -16,6 +16,7 @@ from apexrl.core.errors import ConfigError
 from apexrl.policies import ActorCritic
 from apexrl.policies.vla import SIZES, VLAPolicy, instruction_tensor
 from apexrl.policies.vla.lora import merged, with_adapters
+from apexrl.policies.vla.model import Dimensions
 from apexrl.policies.vla.towers import TextTower
 
 CHUNK, NUM_ACTIONS = 3, 2
@@ -64,7 +65,7 @@ def with_statistics(policy: VLAPolicy) -> VLAPolicy:
 
 
 def test_a_text_tower_that_pools_tells_word_order_apart() -> None:
-    tower = TextTower(32, max_words=8, num_buckets=64, pool=True)
+    tower = TextTower(Dimensions(width=32, depth=1, heads=1, expert_width=16, pool_text=True, num_buckets=64), 8)
     texts = [instruction_tensor(text) for text in ("left of right", "right of left", "left of right.")]
     tokens, present = tower(torch.stack(texts))
     assert present is None

@@ -32,22 +32,18 @@ def stack_episodes(episodes: Sequence[Mapping[str, Any]]) -> TensorDict:
             tensor nor ``group`` is left out. The lists of several batches may be joined: episodes are of one group
             where both ``group`` and ``init_state_hash`` are the same.
 
-    Raises:
-        ValueError: when there is none.
-        TypeError: for anything else.
     """
     if not episodes:
         raise ValueError("There are no episodes to learn from; the list is empty.")
     parts = []
     for episode in episodes:
-        if not isinstance(episode, Mapping) or GROUP not in episode:
+        if not isinstance(episode, Mapping) or not {GROUP, VALID} <= episode.keys():
+            given = sorted(map(str, episode)) if isinstance(episode, Mapping) else type(episode).__name__
             raise TypeError(
-                f"An episode must be a mapping with tensors [L, ...] and the number '{GROUP}', as "
-                f"RolloutGenerator.generate_rollouts() returns them, got {type(episode).__name__}."
+                f"An episode must be a mapping with tensors [L, ...], among them '{VALID}', and the number '{GROUP}', "
+                f"as RolloutGenerator.generate_rollouts() returns them, got {given}."
             )
         tensors = {key: value for key, value in episode.items() if isinstance(value, Tensor | TensorDictBase)}
-        if VALID not in tensors:
-            raise TypeError(f"An episode must hold the tensor '{VALID}', got {sorted(map(str, episode))}.")
         parts.append(TensorDict(tensors, batch_size=[len(next(iter(tensors.values())))]).unsqueeze(1))
     batch = side_by_side(parts)
     names = [(int(episode[GROUP]), episode.get("init_state_hash")) for episode in episodes]

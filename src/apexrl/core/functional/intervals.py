@@ -10,7 +10,7 @@ import numpy as np
 import scipy  # imports scipy.stats, which takes half a second, when it is first used
 from numpy.typing import NDArray
 
-from apexrl.core.errors import FewSamplesWarning
+from apexrl.core.errors import FewSamplesWarning, plural
 
 CONFIDENCE = 0.95
 """The share of intervals that hold the true value."""
@@ -23,19 +23,14 @@ NUM_FLIPS = 20_000
 
 
 def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
-    """Return Wilson's interval of a rate.
-
-    (p + z²/2n ± z √(p(1 − p)/n + z²/4n²)) / (1 + z²/n)
-    """
+    """Return Wilson's interval of a rate, (p + z²/2n ± z √(p(1 − p)/n + z²/4n²)) / (1 + z²/n)."""
     _warn_of_few(trials)
     low, high = scipy.stats.binomtest(successes, trials).proportion_ci(CONFIDENCE, method="wilson")
     return float(low), float(high)
 
 
 def mean_interval(values: NDArray[np.float64], *, trials: int | None = None) -> tuple[Any, Any]:
-    """Return Student's t interval of the mean.
-
-    x̄ ± t_{n-1} s / √n
+    """Return Student's t interval of the mean, x̄ ± t_{n-1} s / √n.
 
     Args:
         values: samples ``[n, ...]``.
@@ -137,12 +132,8 @@ def _boundary(accepted: Callable[[float], bool], inside: float, outside: float) 
 
 def _warn_of_few(count: int) -> None:
     if count < FEWEST:
-        noun = "sample" if count == 1 else "samples"
-        warnings.warn(
-            f"A confidence interval of {count} {noun} is unreliable: use at least {FEWEST}.",
-            FewSamplesWarning,
-            stacklevel=1,
-        )
+        text = f"A confidence interval of {plural(count, 'sample')} is unreliable: use at least {FEWEST}."
+        warnings.warn(text, FewSamplesWarning, stacklevel=1)
 
 
 def sign_flip_test(differences: NDArray[np.float64]) -> float:
@@ -153,15 +144,8 @@ def sign_flip_test(differences: NDArray[np.float64]) -> float:
     """
     if len(differences) < 2 or not differences.any():
         return 1.0
-    test = scipy.stats.permutation_test(
-        (differences,),
-        np.mean,
-        permutation_type="samples",
-        n_resamples=NUM_FLIPS,
-        vectorized=True,
-        batch=1000,
-        rng=np.random.default_rng(0),
-    )
+    options = {"n_resamples": NUM_FLIPS, "vectorized": True, "batch": 1000, "rng": np.random.default_rng(0)}
+    test = scipy.stats.permutation_test((differences,), np.mean, permutation_type="samples", **options)
     return float(test.pvalue)
 
 

@@ -19,17 +19,19 @@ def probability_ratio(log_ratio: Tensor) -> Tensor:
     return (log_ratio - (log_ratio.detach() - MAX_LOG_RATIO).clamp_min(0.0)).exp()
 
 
-def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
+def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip: float, clip_high: float | None = None) -> Tensor:
     """PPO's pessimistic surrogate, negated to be minimised.
 
-    L = −mean(min(ρ A, clamp(ρ, 1 − ε, 1 + ε) A))
+    L = −mean(min(ρ A, clamp(ρ, 1 − ε, 1 + ε_high) A))
 
     Args:
         ratio: ρ = π(a|s) / π_old(a|s), any shape.
         advantage: A, of the same shape.
         clip: ε.
+        clip_high: ε_high; None for ε.
     """
-    return -torch.min(ratio * advantage, ratio.clamp(1.0 - clip, 1.0 + clip) * advantage).mean()
+    high = 1.0 + (clip if clip_high is None else clip_high)
+    return -torch.min(ratio * advantage, ratio.clamp(1.0 - clip, high) * advantage).mean()
 
 
 def value_loss(value: Tensor, target: Tensor, old_value: Tensor, clip: float | None) -> Tensor:
@@ -84,14 +86,7 @@ def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
 
 
 def gae(
-    reward: Tensor,
-    value: Tensor,
-    next_value: Tensor,
-    terminated: Tensor,
-    done: Tensor,
-    *,
-    gamma: float,
-    lam: float,
+    reward: Tensor, value: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation with correct time limits.
 
@@ -102,16 +97,16 @@ def gae(
     stops there, because ``A_{t+1}`` belongs to another episode.
 
     Args:
-        reward: ``[T, N, 1]``.
-        value: ``V(s_t)``, ``[T, N, 1]``.
-        next_value: ``V(s'_t)`` of the true successor, ``[T, N, 1]``; ignored where terminated.
-        terminated: ``[T, N, 1]`` bool.
-        done: terminated or truncated, ``[T, N, 1]`` bool.
+        reward: ``[T, N, 1]``, as all tensors here.
+        value: ``V(s_t)``.
+        next_value: ``V(s'_t)`` of the true successor; ignored where terminated.
+        terminated: bool.
+        done: terminated or truncated, bool.
         gamma: discount γ.
         lam: trace decay λ.
 
     Returns:
-        Advantages and value targets ``A + V``, both ``[T, N, 1]``.
+        Advantages and value targets ``A + V``.
     """
     bootstrap = torch.where(terminated, torch.zeros_like(next_value), next_value)
     delta = reward + gamma * bootstrap - value

@@ -15,15 +15,13 @@ def leave_one_out(returns: Tensor, group: Tensor) -> Tensor:
 
     Args:
         returns: episode returns ``[E]``.
-        group: whole numbers ``[E]``; episodes with the same one are compared. Groups may differ in size.
+        group: integers ``[E]``; episodes with the same one are compared. Groups may differ in size.
 
     Returns:
         Advantages ``[E]``; those of a group sum to zero, and are exactly 0 where its returns are equal. An episode
         alone in its group has nothing to be compared with and gets 0.
     """
-    _, index = torch.unique(group, return_inverse=True)
-    above = _above_worst(returns, index)
-    size, total = _group_sums(torch.stack((torch.ones_like(above), above)), index)
+    index, above, size, total = _sums(returns, group)
     others = size[index] - 1.0
     return torch.where(others > 0, above - (total[index] - above) / others.clamp_min(1.0), 0.0)
 
@@ -31,51 +29,26 @@ def leave_one_out(returns: Tensor, group: Tensor) -> Tensor:
 def group_std(returns: Tensor, group: Tensor) -> Tensor:
     """Return the sample standard deviation of each episode's group.
 
-    σ_g = sqrt(Σ_{i in g} (R_i − mean_g)² / (G_g − 1))
-
-    Args:
-        returns: episode returns ``[E]``.
-        group: whole numbers ``[E]``.
-
-    Returns:
-        ``[E]``; 0 for an episode alone in its group.
+    σ_g = sqrt(Σ_{i in g} (R_i − mean_g)² / (G_g − 1)),  0 for an episode alone in its group; shapes as above.
     """
-    _, index = torch.unique(group, return_inverse=True)
-    above = _above_worst(returns, index)
-    size, total = _group_sums(torch.stack((torch.ones_like(above), above)), index)
+    index, above, size, total = _sums(returns, group)
     centred = above - (total / size.clamp_min(1.0))[index]
-    square = _group_sums(centred.square().unsqueeze(0), index)[0]
+    square = torch.zeros_like(centred).index_add_(0, index, centred.square())
     std: Tensor = (square / (size - 1.0).clamp_min(1.0)).sqrt()
     return std[index]
 
 
-def _above_worst(returns: Tensor, index: Tensor) -> Tensor:
-    """Return how far each return lies above the lowest of its group: a sum of equal returns would be rounded."""
-    lowest = torch.empty_like(returns).scatter_reduce_(0, index, returns, "amin", include_self=False)
-    return returns - lowest[index]
+def _sums(returns: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return each episode's index of its group, how far its return lies above the lowest of the group, and sums.
 
-
-def _group_sums(values: Tensor, index: Tensor) -> Tensor:
-    """Sum rows ``[K, E]`` within groups; returns ``[K, E]``, of which the first columns are the groups."""
-    return torch.zeros_like(values).index_add_(1, index, values)
-
-
-def surrogate(log_ratio: Tensor, advantage: Tensor, clip: float, clip_high: float) -> Tensor:
-    """Clipped policy gradient of every sample, negated to be minimised; the two sides of the range may differ.
-
-    L = −min(ρ A, clamp(ρ, 1 − ε, 1 + ε_high) A),  ρ = exp(log π − log π_old)
-
-    Args:
-        log_ratio: log π(a|s) − log π_old(a|s), each the **sum** over the numbers of an action chunk.
-        advantage: A, of the same shape.
-        clip: ε, below 1.
-        clip_high: ε_high, above 1.
-
-    Returns:
-        Of the same shape.
+    The sums, ``[E]`` with the groups first, are those of episodes and of what lies above: returns that are equal would
+    be rounded.
     """
-    ratio = probability_ratio(log_ratio)
-    return -torch.min(ratio * advantage, ratio.clamp(1.0 - clip, 1.0 + clip_high) * advantage)
+    _, index = torch.unique(group, return_inverse=True)
+    above = returns - torch.empty_like(returns).scatter_reduce_(0, index, returns, "amin", include_self=False)[index]
+    values = torch.stack((torch.ones_like(above), above))
+    size, total = torch.zeros_like(values).index_add_(1, index, values)
+    return index, above, size, total
 
 
 def reverse_kl(log_prob: Tensor, reference_log_prob: Tensor, sample_log_prob: Tensor) -> Tensor:

@@ -43,9 +43,6 @@ class Traced:
     Args:
         function: what is traced, without being run. It may change tensors in place, and nothing else.
         arguments: of a call; whatever is no tensor stays as it is.
-
-    Raises:
-        Exception: of many kinds, where the function cannot be traced.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
@@ -167,14 +164,10 @@ def cache_dir() -> Path | None:
 
 
 def compile_function(function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
-    """Return a function as machine code: from the cache, or built now and put there.
+    """Return a function (see ``Traced``) as machine code: from the cache, or built now and put there.
 
-    Args:
-        function: see ``Traced``.
-        arguments: of a call. Later ones must have the same layout, which is not checked.
-
-    Raises:
-        Exception: of many kinds, where it cannot be traced or compiled.
+    Later arguments must have the same layout, which is not checked. Where it cannot be traced or compiled, it raises
+    exceptions of many kinds.
     """
     traced = Traced(function, arguments)
     directory = cache_dir()

@@ -39,9 +39,8 @@ class LostRankError(ApexRLError, RuntimeError):
 
 
 def _started_by_torchrun() -> bool:
-    return (
-        all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")) and int(os.environ["WORLD_SIZE"]) > 1
-    )
+    is_rank = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+    return is_rank and int(os.environ["WORLD_SIZE"]) > 1
 
 
 def own_device(device: torch.device) -> torch.device:
@@ -59,11 +58,7 @@ def own_device(device: torch.device) -> torch.device:
 
 
 def join_ranks(device: torch.device) -> None:
-    """Meet the other processes, when ``torchrun`` has started this one with others; only the first goes on printing.
-
-    Raises:
-        LostRankError: when they do not come.
-    """
+    """Meet the other processes, when ``torchrun`` has started this one with others; only the first goes on printing."""
     global _patient
     if not _started_by_torchrun() or dist.is_initialized():
         return
@@ -120,16 +115,10 @@ def is_main_process() -> bool:
 
 
 def share(amount: int, name: str) -> int:
-    """Return this process's part of a number that all share equally.
-
-    Raises:
-        ConfigError: when they cannot; ``name`` is the field.
-    """
+    """Return this process's part of a number that all share equally, or raise about the field ``name``."""
     if amount % world_size():
-        raise ConfigError(
-            f"{name} is {amount}, which {world_size()} processes cannot share equally; use a multiple of "
-            f"{world_size()}."
-        )
+        size = world_size()
+        raise ConfigError(f"{name} is {amount}, which {size} processes cannot share equally; use a multiple of {size}.")
     return amount // world_size()
 
 
@@ -151,8 +140,7 @@ def seed_per_rank(seed: int, total_steps: int = 0) -> None:
 def all_reduce_mean(*tensors: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, ...]:
     """Average tensors of one dtype over the processes, Σ w x / Σ w, in one exchange; a single process changes nothing.
 
-    The weight w of a process may be given as those of its samples, which are then added up. A number that
-    is not finite in one process is so in all of them afterwards.
+    w may be given per sample, and is then added up. A number that is not finite in one process is so in all afterwards.
     """
     if world_size() == 1:
         return tensors
@@ -244,32 +232,19 @@ def gather_object(value: T) -> list[T]:
 
 
 def on_main_process(function: Callable[[], T]) -> T:
-    """Call a function in the first process and give all of them what it returned; the others wait.
-
-    Raises:
-        SystemExit: in the others, when it failed in the first, which says why.
-    """
+    """Call a function in the first process and give all what it returned; the others wait, and exit if it failed."""
     if world_size() == 1:
         return function()
-    outcome: list[Any] = [None, None]
-    if is_main_process():
-        try:
-            outcome[0] = function()
-        except BaseException:
-            outcome[1] = "failed"
-            raise
-        finally:
-            _broadcast(outcome)
-    else:
-        _broadcast(outcome)
-        if outcome[1] is not None:
-            raise SystemExit(2)
+    outcome: list[Any] = [None, "failed"]
+    try:
+        if is_main_process():
+            outcome = [function(), "returned"]
+    finally:
+        with _naming_the_cause():
+            dist.broadcast_object_list(outcome, src=0, group=_patient)
+    if outcome[1] == "failed":
+        raise SystemExit(2)
     return cast(T, outcome[0])
-
-
-def _broadcast(values: list[Any]) -> None:
-    with _naming_the_cause():
-        dist.broadcast_object_list(values, src=0, group=_patient)
 
 
 @torch.no_grad()
@@ -279,9 +254,6 @@ def broadcast_parameters(tensors: Iterable[Tensor]) -> None:
         return
     with _naming_the_cause():
         for tensor in tensors:
-            if tensor.is_contiguous():
-                dist.broadcast(tensor, src=0)
-            else:
-                copy = tensor.contiguous()
-                dist.broadcast(copy, src=0)
-                tensor.copy_(copy)
+            contiguous = tensor.contiguous()  # the tensor itself, where it is
+            dist.broadcast(contiguous, src=0)
+            tensor.copy_(contiguous)

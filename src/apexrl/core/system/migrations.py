@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from apexrl.core.errors import CheckpointError, ConfigError
+from apexrl.core.errors import ApexRLError, CheckpointError, ConfigError
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
 VERSION_KEY = "version"
@@ -42,24 +42,13 @@ def migrated_config(raw: Mapping[str, Any], where: str = "This configuration") -
     Args:
         raw: plain values, which are not modified.
         where: what a message calls it.
-
-    Raises:
-        ConfigError: when its version is newer or no longer supported, or is not an integer.
     """
-    number = raw.get(VERSION_KEY, CONFIG_VERSION)
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise ConfigError(
-            f"{where}: {VERSION_KEY} must be an integer, got {number!r}; leave the line out of a file that you write "
-            "yourself."
-        )
-    if not FIRST_CONFIG_VERSION <= number <= CONFIG_VERSION:
-        fix = "Update apexrl." if number > CONFIG_VERSION else "Start from a preset again; 'apexrl list' shows them."
-        raise ConfigError(
-            f"{where}: {VERSION_KEY} is {number}, but this apexrl reads "
-            f"{_supported(FIRST_CONFIG_VERSION, CONFIG_VERSION)}. {fix}"
-        )
     config = {name: dict(values) if isinstance(values, dict) else values for name, values in raw.items()}
-    config.pop(VERSION_KEY, None)
+    number = config.pop(VERSION_KEY, CONFIG_VERSION)
+    if type(number) is not int:
+        raise ConfigError(f"{where}: {VERSION_KEY} must be an integer, got {number!r}; or leave the line out.")
+    advice = "Start from a preset again; 'apexrl list' shows them."
+    _check(ConfigError, f"{where}: {VERSION_KEY} is", number, FIRST_CONFIG_VERSION, CONFIG_VERSION, advice)
     for migrate in CONFIG_MIGRATIONS[number - FIRST_CONFIG_VERSION :]:
         config = migrate(config)
     return config
@@ -71,23 +60,20 @@ def migrated_checkpoint(content: dict[str, Any], where: object) -> dict[str, Any
     Args:
         content: as it was read; it may be changed.
         where: what a message calls it.
-
-    Raises:
-        CheckpointError: when it has no number, or its version is newer or no longer supported.
     """
     number = content.get(FORMAT_KEY)
-    if isinstance(number, bool) or not isinstance(number, int):
+    if type(number) is not int:
         raise CheckpointError(f"{where} was not written by apexrl: it has no format number.")
-    if not FIRST_CHECKPOINT_FORMAT <= number <= CHECKPOINT_FORMAT:
-        fix = "Update apexrl." if number > CHECKPOINT_FORMAT else "Start a new run."
-        raise CheckpointError(
-            f"{where} has checkpoint format {number}, but this apexrl reads "
-            f"{_supported(FIRST_CHECKPOINT_FORMAT, CHECKPOINT_FORMAT)}. {fix}"
-        )
+    what = f"{where} has checkpoint format"
+    _check(CheckpointError, what, number, FIRST_CHECKPOINT_FORMAT, CHECKPOINT_FORMAT, "Start a new run.")
     for migrate in CHECKPOINT_MIGRATIONS[number - FIRST_CHECKPOINT_FORMAT :]:
         content = migrate(content)
     return {**content, FORMAT_KEY: CHECKPOINT_FORMAT}
 
 
-def _supported(first: int, last: int) -> str:
-    return f"only {last}" if first == last else f"{first} to {last}"
+def _check(error: type[ApexRLError], what: str, number: int, first: int, last: int, advice: str) -> None:
+    """Raise unless the version of a file is supported; ``advice`` is for older files."""
+    if not first <= number <= last:
+        supported = f"only {last}" if first == last else f"{first} to {last}"
+        fix = "Update apexrl." if number > last else advice
+        raise error(f"{what} {number}, but this apexrl reads {supported}. {fix}")

@@ -35,13 +35,7 @@ def provenance() -> dict[str, Any]:
 
 
 def add_start(run_dir: Path, iteration: int, device: torch.device) -> None:
-    """Add a line to ``starts.jsonl`` of a run; the file is replaced atomically.
-
-    Args:
-        run_dir: of the run.
-        iteration: that it goes on from; 0 for a new run.
-        device: of the policy.
-    """
+    """Add a line to ``starts.jsonl`` of a run that starts (iteration 0) or resumes; the file is replaced atomically."""
     machine = {
         "host": socket.gethostname(),
         "cpus": os.cpu_count(),

@@ -1,6 +1,5 @@
 """Networks, distributions and normalisers: what policies are built from."""
 
-from apexrl.core.observations import leaves
 from apexrl.policies.networks.distributions import DiagGaussian, Distribution, MultiCategorical, SquashedGaussian
 from apexrl.policies.networks.mlp import MLPActor, MLPCritic, ObservationEncoder
 from apexrl.policies.networks.normalizer import ObservationNormalizer, RewardScaler, RunningNormalizer
@@ -18,5 +17,4 @@ __all__ = [
     "RewardScaler",
     "RunningNormalizer",
     "SquashedGaussian",
-    "leaves",
 ]

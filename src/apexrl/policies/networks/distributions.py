@@ -64,10 +64,7 @@ class Distribution(Protocol):
 
 
 class DiagGaussian:
-    """Independent normal distributions.
-
-    log π(a) = Σ_i −½ ((a_i − μ_i) / σ_i)² − log σ_i − ½ log 2π
-    """
+    """Independent normal distributions: log π(a) = Σ_i −½ ((a_i − μ_i) / σ_i)² − log σ_i − ½ log 2π."""
 
     def __init__(self, mean: Tensor, log_std: Tensor) -> None:
         self.mean = mean

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -36,10 +36,8 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 def mlp(dims: Sequence[int], activation: str) -> nn.Sequential:
     """Linear layers of the given widths, each followed by the activation; orthogonal with gain √2."""
     if activation not in ACTIVATIONS:
-        raise ConfigError(
-            f"activation must be one of {sorted(ACTIVATIONS)}, got '{activation}'."
-            + did_you_mean(activation, ACTIVATIONS)
-        )
+        hint = did_you_mean(activation, ACTIVATIONS)
+        raise ConfigError(f"activation must be one of {sorted(ACTIVATIONS)}, got '{activation}'.{hint}")
     layers: list[nn.Module] = []
     for width_in, width_out in itertools.pairwise(dims):
         layers += [linear(width_in, width_out, gain=2.0**0.5), ACTIVATIONS[activation]()]
@@ -113,9 +111,8 @@ class ObservationEncoder(nn.Module):
             }
         )
         self.num_dims = {path: len(box.shape) for path, box in spaces.items()}
-        self.num_features = sum(
-            picture_features if is_picture(box) else int(np.prod(box.shape)) for box in spaces.values()
-        )
+        sizes = (picture_features if is_picture(box) else int(np.prod(box.shape)) for box in spaces.values())
+        self.num_features = sum(sizes)
 
     def forward(self, obs: Observation) -> Tensor:
         """Return features ``[..., F]`` for any leading dimensions."""
@@ -130,9 +127,7 @@ class ObservationEncoder(nn.Module):
             features: Tensor = self.pictures[name](value)
             return features
         num_dims = self.num_dims[path]
-        if num_dims == 0:
-            return value.unsqueeze(-1).float()
-        return value.flatten(-num_dims).float()
+        return (value.flatten(-num_dims) if num_dims else value.unsqueeze(-1)).float()
 
 
 class ObservationMLP(nn.Module):
@@ -160,14 +155,14 @@ class ObservationMLP(nn.Module):
         return outputs
 
 
-def map_leaves(obs: Observation, modules: Mapping[str, nn.Module]) -> Observation:
-    """Apply a module to each leaf that has one; the others stay."""
+def map_leaves(obs: Observation, functions: Mapping[str, Callable[[Tensor], Tensor]]) -> Observation:
+    """Apply a function to each leaf that has one; the others stay."""
     if isinstance(obs, Tensor):
-        return modules[OBSERVATION](obs) if OBSERVATION in modules else obs
+        return functions[OBSERVATION](obs) if OBSERVATION in functions else obs
     out = obs.copy()
     for path, leaf in leaves(obs).items():
-        if path in modules:
-            out[tuple(path.split("."))] = modules[path](leaf)
+        if path in functions:
+            out[tuple(path.split("."))] = functions[path](leaf)
     return out
 
 
@@ -200,10 +195,7 @@ class ActionHead(nn.Module):
     ) -> None:
         super().__init__()
         if not 0.0 < min_std <= init_std <= max_std:
-            raise ConfigError(
-                f"policy needs 0 < min_std <= init_std <= max_std, got min_std {min_std}, init_std {init_std}, "
-                f"max_std {max_std}."
-            )
+            raise ConfigError(f"policy needs 0 < min_std <= init_std <= max_std, got {min_std}, {init_std}, {max_std}.")
         self.log_std_bounds = (math.log(min_std), math.log(max_std))
         self.sizes = choice_sizes(action_space)
         self.distribution = self._resolve(distribution, action_space)
@@ -217,20 +209,18 @@ class ActionHead(nn.Module):
         if self.sizes is not None:
             self.head = linear(num_features, sum(self.sizes), gain=0.01)
             return
-        assert isinstance(action_space, gym.spaces.Box)
-        num_actions = int(np.prod(action_space.shape))
-        self.num_actions = num_actions
+        num_actions = int(np.prod(action_space.shape or ()))
+        self.head = linear(num_features, 2 * num_actions if state_dependent_std else num_actions, gain=0.01)
         if state_dependent_std:
-            self.head = linear(num_features, 2 * num_actions, gain=0.01)
             with torch.no_grad():
                 self.head.bias[num_actions:] = math.log(init_std)
         else:
-            self.head = linear(num_features, num_actions, gain=0.01)
             shape = (num_features, num_actions) if gsde else (num_actions,)
             self.log_std = nn.Parameter(torch.full(shape, math.log(init_std)))
         if self.distribution == "squashed_gaussian":
-            self.register_buffer("low", torch.as_tensor(action_space.low, dtype=torch.float32).flatten())
-            self.register_buffer("high", torch.as_tensor(action_space.high, dtype=torch.float32).flatten())
+            for name in ("low", "high"):
+                bound = torch.as_tensor(getattr(action_space, name), dtype=torch.float32)
+                self.register_buffer(name, bound.flatten())
 
     def forward(self, features: Tensor) -> Distribution:
         """Return the distribution for features ``[..., F]``."""
@@ -252,21 +242,15 @@ class ActionHead(nn.Module):
         self.log_std.clamp_(low, high)
 
     def _resolve(self, wanted: DistributionName, action_space: gym.Space[Any]) -> str:
-        if self.sizes is not None:
-            if wanted not in ("auto", "categorical"):
-                raise ConfigError(
-                    f"policy.distribution '{wanted}' needs a Box action space, got {action_space}; use auto."
-                )
-            return "categorical"
-        if wanted == "categorical":
-            raise ConfigError(
-                f"policy.distribution 'categorical' needs discrete actions, got {action_space}; use auto."
-            )
-        if wanted == "squashed_gaussian" and not action_space.is_bounded():  # type: ignore[attr-defined]
-            raise ConfigError(
-                f"policy.distribution 'squashed_gaussian' needs bounded actions, got {action_space}; use gaussian."
-            )
-        return "gaussian" if wanted == "auto" else wanted
+        actual = ("gaussian" if self.sizes is None else "categorical") if wanted == "auto" else wanted
+        needed = ""
+        if (actual == "categorical") != (self.sizes is not None):
+            needed = "discrete actions" if self.sizes is None else "a Box action space"
+        elif actual == "squashed_gaussian" and not action_space.is_bounded():  # type: ignore[attr-defined]
+            needed = "bounded actions"
+        if needed:
+            raise ConfigError(f"policy.distribution '{actual}' needs {needed}, got {action_space}; use auto.")
+        return actual
 
 
 def choice_sizes(action_space: gym.Space[Any]) -> list[int] | None:
@@ -279,13 +263,12 @@ def choice_sizes(action_space: gym.Space[Any]) -> list[int] | None:
         return [2] * int(np.prod(action_space.shape))
     if isinstance(action_space, gym.spaces.Box):
         return None
-    raise ConfigError(
-        f"Actions must be Box, Discrete, MultiDiscrete or MultiBinary, got {action_space}. Wrap the environment."
-    )
+    kinds = "Box, Discrete, MultiDiscrete or MultiBinary"
+    raise ConfigError(f"Actions must be {kinds}, got {action_space}. Wrap the environment.")
 
 
 class MLPActor(nn.Module):
-    """Encoder, hidden layers, and an ``ActionHead``, which takes the other options.
+    """Encoder, hidden layers, which may see ``num_latents`` other features, and an ``ActionHead`` with other options.
 
     A custom actor is any module with this constructor and ``forward(obs) -> Distribution``.
     """
@@ -298,11 +281,12 @@ class MLPActor(nn.Module):
         hidden_dims: Sequence[int] = (64, 64),
         activation: str = "tanh",
         groups: Sequence[str] | None = None,
+        num_latents: int = 0,
         **head_options: Any,
     ) -> None:
         super().__init__()
         self.encoder = ObservationEncoder(observation_space, groups)
-        widths = [self.encoder.num_features, *hidden_dims]
+        widths = [self.encoder.num_features + num_latents, *hidden_dims]
         self.trunk = mlp(widths, activation)
         self.action_head = ActionHead(widths[-1], action_space, **head_options)
 

@@ -44,10 +44,9 @@ class PI0_CFG_Adapter:  # noqa: N801  the name that the recipe gives it
         self._episodes: TensorDict | None = None
 
     def set_episodes(self, episodes: TensorDict | Sequence[Mapping[str, Any]]) -> None:
-        """Take the episodes that ``compute_weighted_loss(advantages)`` is about.
+        """Take what ``compute_weighted_loss(advantages)`` is about.
 
-        Args:
-            episodes: what ``RolloutGenerator.generate_rollouts`` returned, or a batch ``[T, E]`` of its ``collect``.
+        Episodes of ``RolloutGenerator.generate_rollouts``, or a batch ``[T, E]`` of its ``collect``.
         """
         self._episodes = _one_batch(episodes)
 
@@ -87,21 +86,22 @@ class PI0_CFG_Adapter:  # noqa: N801  the name that the recipe gives it
         episode ``[E]``, the samples are those of ``set_episodes``.
         """
         if advantages is None and not isinstance(batch, Mapping | TensorDict):
-            batch, advantages = None, batch
+            batch, advantages = self._episodes, batch
         if advantages is None:
             raise TypeError("compute_weighted_loss needs advantages: one per sample, or one per episode.")
+        batch = self._episodes if batch is None else batch
         if batch is None:
-            if self._episodes is None:
-                raise ValueError(
-                    "compute_weighted_loss(advantages) needs the episodes: call set_episodes(episodes) before, or "
-                    "compute_weighted_loss(batch, advantages)."
-                )
-            batch = self._episodes.to(self.policy.device)
-        elif isinstance(batch, Sequence):
-            batch = _one_batch(batch).to(self.policy.device)
-        advantages = torch.as_tensor(advantages, device=self.policy.device)
-        losses = self.sample_losses(batch, advantages)
-        if VALID not in batch.keys():  # noqa: SIM118
+            raise ValueError(
+                "compute_weighted_loss(advantages) needs the episodes: call set_episodes(episodes) before, or "
+                "compute_weighted_loss(batch, advantages)."
+            )
+        here = self.policy.device
+        if isinstance(batch, Sequence):
+            batch = _one_batch(batch)
+        if isinstance(batch, TensorDict):
+            batch = batch.to(here)
+        losses = self.sample_losses(batch, torch.as_tensor(advantages, device=here))
+        if VALID not in batch:
             return losses.mean()
         valid: Tensor = batch[VALID].reshape(-1)
         return torch.where(valid, losses, 0.0).sum() / valid.sum().clamp_min(1)
@@ -110,7 +110,7 @@ class PI0_CFG_Adapter:  # noqa: N801  the name that the recipe gives it
 def _one_batch(episodes: TensorDict | Sequence[Mapping[str, Any]]) -> TensorDict:
     """Return episodes as a batch ``[T, E]`` that says how much of every chunk was executed."""
     batch = stack_episodes(episodes) if isinstance(episodes, Sequence) else episodes.copy()
-    if INFO in batch and CONTROL_STEPS in batch[INFO].keys():  # noqa: SIM118
+    if (INFO, CONTROL_STEPS) in batch:
         batch[VALID_STEPS] = batch[INFO][CONTROL_STEPS]  # what follows the goal was never executed
     return batch
 
@@ -122,7 +122,6 @@ def _per_sample(advantages: Tensor, shape: torch.Size) -> Tensor:
         return flat
     if len(shape) == 2 and len(flat) == shape[1]:
         return flat.expand(shape).reshape(-1)
-    raise ValueError(
-        f"advantages must hold one number per sample {list(shape)}"
-        f"{f' or one per episode [{shape[1]}]' if len(shape) == 2 else ''}, got {list(advantages.shape)}."
-    )
+    episodes = f" or one per episode [{shape[1]}]" if len(shape) == 2 else ""
+    wanted, given = f"one number per sample {list(shape)}{episodes}", list(advantages.shape)
+    raise ValueError(f"advantages must hold {wanted}, got {given}.")

@@ -37,15 +37,7 @@ NoiseKind = Literal["every_step", "last_step"]
 
 
 def sde_step(x: Tensor, velocity: Tensor, time: Tensor, length: float, noise_level: float) -> DiagGaussian:
-    """Return the distribution of the next point of the stochastic sampler.
-
-    Args:
-        x: points ``[..., D]``.
-        velocity: the field there.
-        time: ``[..., 1]`` in [0, 1).
-        length: of the step.
-        noise_level: η.
-    """
+    """Return the distribution of what follows points ``[..., D]`` at times ``[..., 1]`` in [0, 1); the level is η."""
     mean = x + length * (velocity - 0.5 * noise_level**2 * (x - time * velocity))
     log_std = 0.5 * torch.log((1.0 - time) * length) + math.log(noise_level)
     return DiagGaussian(mean, log_std)
@@ -79,20 +71,18 @@ class FlowHead(nn.Module):
         condition_dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        if noise not in get_args(NoiseKind):
-            raise ConfigError(f"policy.noise must be every_step or last_step, got '{noise}'.")
-        if denoising_steps < 1:
-            raise ConfigError(f"policy.denoising_steps must be at least 1, got {denoising_steps}.")
-        if not 0.0 < noise_level < math.inf:
-            raise ConfigError(f"policy.noise_level must be above 0, got {noise_level}.")
-        if not 0.0 <= guidance < math.inf:
-            raise ConfigError(f"policy.guidance must be at least 0, got {guidance}.")
-        if not 0.0 <= condition_dropout <= 1.0:
-            raise ConfigError(f"policy.condition_dropout must lie in [0, 1], got {condition_dropout}.")
-        self.steps, self.noise_level, self.guidance = denoising_steps, noise_level, guidance
+        for name, value, ok, rule in (
+            ("noise", noise, noise in get_args(NoiseKind), "be every_step or last_step"),
+            ("denoising_steps", denoising_steps, denoising_steps >= 1, "be at least 1"),
+            ("noise_level", noise_level, 0.0 < noise_level < math.inf, "be above 0"),
+            ("guidance", guidance, 0.0 <= guidance < math.inf, "be at least 0"),
+            ("condition_dropout", condition_dropout, 0.0 <= condition_dropout <= 1.0, "lie in [0, 1]"),
+        ):
+            if not ok:
+                raise ConfigError(f"policy.{name} must {rule}, got {value!r}.")
+        self.steps, self.noise, self.noise_level, self.guidance = denoising_steps, noise, noise_level, guidance
         self.num_noisy = denoising_steps if noise == "every_step" else 1
         """Steps in which noise is added."""
-        self.noise = noise
         self.condition_dropout = condition_dropout
         self.action = nn.Linear(num_actions, expert_width)
         self.time = nn.Sequential(
@@ -119,10 +109,8 @@ class FlowHead(nn.Module):
 
     def field(self, expert: ActionExpert, prefix: Prefix, x: Tensor, time: Tensor) -> Tensor:
         """Return the guided field v = v_u + s (v_c − v_u); s = 1 is v_c itself, s = 0 is v_u."""
-        if self.guidance == 1.0:
-            return self.branch(expert, prefix, x, time, CONDITIONAL)
-        if self.guidance == 0.0:
-            return self.branch(expert, prefix, x, time, UNCONDITIONAL)
+        if self.guidance in (0.0, 1.0):
+            return self.branch(expert, prefix, x, time, CONDITIONAL if self.guidance else UNCONDITIONAL)
         conditional = self.branch(expert, prefix, x, time, CONDITIONAL)
         unconditional = self.branch(expert, prefix, x, time, UNCONDITIONAL)
         return unconditional + self.guidance * (conditional - unconditional)
@@ -144,14 +132,10 @@ class FlowHead(nn.Module):
         return torch.cat(path, 1), log_prob.squeeze(1)
 
     def evaluate(self, expert: ActionExpert, prefix: Prefix, path: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy ``[B, 1]`` of stored paths, all noisy steps at once.
+        """Return log-probability and entropy ``[B, 1]`` of paths that ``sample`` returned, all noisy steps at once.
 
-        Args:
-            expert: gives the field.
-            prefix: of the observations.
-            path: as ``sample`` returned it.
-            mask: ``[B, C * A]``, 0 for actions that were never executed. They count up to the last step, where they
-                still move the others.
+        The mask ``[B, C * A]`` is 0 for actions that were never executed. They count up to the last step, where they
+        still move the others.
         """
         steps, _ = self._step(expert, prefix, path[:, :-1], self.times[-self.num_noisy :])
         elements = steps.elements(path[:, 1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import gymnasium as gym
 import numpy as np
@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl.core.errors import ConfigError, did_you_mean
-from apexrl.core.observations import is_picture, leaf_spaces
+from apexrl.core.observations import is_picture, leaf_spaces, leaves
 from apexrl.core.types import (
     ACTION,
     INSTRUCTION_KEY,
@@ -26,8 +26,7 @@ from apexrl.core.types import (
     Observation,
 )
 from apexrl.policies.base import Policy, state_values
-from apexrl.policies.networks import leaves
-from apexrl.policies.vla.policy import VALID_STEPS
+from apexrl.policies.vla.policy import VALID_STEPS, action_size
 from apexrl.policies.vla.scaling import Scaling
 
 KINDS = {
@@ -78,22 +77,16 @@ class LeRobotPolicy(Policy):
         cameras = cameras or {path: path for path in pictures}
         for path in cameras:
             if path not in pictures:
-                raise ConfigError(
-                    f"policy.cameras names '{path}'; there are {pictures}." + did_you_mean(path, pictures)
-                )
-        total = int(np.prod(action_space.shape or ()))
-        if chunk < 1 or total % chunk:
-            raise ConfigError(f"policy.chunk must divide the {total} numbers of the action space, got {chunk}.")
+                hint = did_you_mean(path, pictures)
+                raise ConfigError(f"policy.cameras names '{path}'; there are {pictures}.{hint}")
         self.chunk, self.cameras, self.vectors = chunk, dict(cameras), [STATE_KEY]
-        self.num_actions = total // chunk
+        self.num_actions = action_size(action_space, chunk)
         self.inner, self.tokenize = policy, tokenize
         longest = int(policy.config.chunk_size)  # type: ignore[union-attr, arg-type]
         if chunk > longest:
-            raise ConfigError(
-                f"policy.chunk must be at most the {longest} actions that this policy plans, got {chunk}."
-            )
+            raise ConfigError(f"policy.chunk must be at most the {longest} actions that it plans, got {chunk}.")
         # LeRobot normalises outside of its policies, so it is done here, as for our own.
-        self.scaling = Scaling(int(np.prod(spaces[STATE_KEY].shape)), total)
+        self.scaling = Scaling(int(np.prod(spaces[STATE_KEY].shape)), chunk * self.num_actions)
 
     @classmethod
     def load(
@@ -107,33 +100,20 @@ class LeRobotPolicy(Policy):
         cameras: Mapping[str, str] | None = None,
         tokenizer: Path | str | None = None,
     ) -> LeRobotPolicy:
-        """Load a policy from a local directory; nothing is downloaded.
+        """Load a policy from a local directory; nothing is downloaded. The other arguments are the constructor's.
 
         Args:
-            observation_space: of one environment.
-            action_space: of one environment.
             path: holds ``config.json`` and ``model.safetensors``.
             kind: ``smolvla`` or ``pi0``.
-            chunk: actions that one step takes.
-            cameras: LeRobot's name of each of our camera groups.
             tokenizer: a local directory; None looks beside the policy, then where its ``vlm_model_name`` points.
-
-        Raises:
-            ConfigError: LeRobot is not installed, the kind is unknown, or the directory is not there.
         """
-        policy_class = import_policy_class(kind)
-        path = Path(path)
+        policy_class, path = import_policy_class(kind), Path(path)
         if not (path / "config.json").is_file():
             raise ConfigError(f"policy.path '{path}' holds no LeRobot policy (config.json). Name a local directory.")
         policy = policy_class.from_pretrained(str(path), local_files_only=True)
-        return cls(
-            observation_space,
-            action_space,
-            policy=policy,
-            tokenize=_load_tokenizer(Path(tokenizer or _tokenizer_path(path, policy.config)), policy.config),
-            chunk=chunk,
-            cameras=cameras,
-        )
+        beside = path if (path / "tokenizer.json").is_file() else getattr(policy.config, "vlm_model_name", path)
+        tokenize = _load_tokenizer(Path(tokenizer or beside), policy.config)
+        return cls(observation_space, action_space, policy=policy, tokenize=tokenize, chunk=chunk, cameras=cameras)
 
     def set_statistics(self, *statistics: Tensor, min_std: float = 0.05) -> None:
         """Normalise by statistics of demonstrations from here on, as ``VLAPolicy.set_statistics``."""
@@ -144,15 +124,13 @@ class LeRobotPolicy(Policy):
 
         It follows the ordinary equation from noise that is drawn, ``deterministic`` or not, for it never explores.
         """
-        action = self._predict(carry[OBSERVATION])
+        obs, predict = carry[OBSERVATION], cast(Any, self.inner.predict_action_chunk)
+        actions = predict(self.inputs(obs))[:, : self.chunk, : self.num_actions]
+        action = self.scaling.restore_action(actions.reshape(*leaves(obs)[STATE_KEY].shape[:-1], -1))
         return {ACTION: action, SAMPLE_LOG_PROB: torch.full_like(action[..., :1], torch.nan)}
 
     def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
-        """Not to be had.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse: it gives no log-probabilities."""
         raise ConfigError("A LeRobot policy gives no log-probabilities; use algo.name bc, or policy.kind vla.")
 
     def values(self, batch: Mapping[str, Any] | TensorDict) -> tuple[Tensor, Tensor]:
@@ -168,13 +146,12 @@ class LeRobotPolicy(Policy):
         # The policy's own chunk may be longer: there the last action is held, and marked as padding.
         missing = config.chunk_size - self.chunk
         real = torch.full((len(actions), 1), self.chunk, device=actions.device)
-        if VALID_STEPS in batch.keys():  # noqa: SIM118
+        if VALID_STEPS in batch:
             real = batch[VALID_STEPS].reshape(-1, 1)
         inputs[ACTION] = torch.cat((actions, actions[:, -1:].expand(-1, missing, -1)), 1)
         inputs["actions_id_pad"] = torch.arange(config.chunk_size, device=actions.device) >= real
-        loss, _ = self.inner.forward(inputs, reduction="none")
-        sample_loss: Tensor = loss
-        return sample_loss.reshape(shape)
+        loss: Tensor = self.inner.forward(inputs, reduction="none")[0]
+        return loss.reshape(shape)
 
     def inputs(self, obs: Observation) -> dict[str, Tensor]:
         """Return an observation as LeRobot names and shapes it, its leading dimensions made one."""
@@ -189,11 +166,6 @@ class LeRobotPolicy(Policy):
         batch[TOKENS], batch[ATTENTION] = ids.to(state.device), mask.bool().to(state.device)
         return batch
 
-    def _predict(self, obs: Observation) -> Tensor:
-        predict: Any = self.inner.predict_action_chunk
-        actions: Tensor = predict(self.inputs(obs))[:, : self.chunk, : self.num_actions]
-        return self.scaling.restore_action(actions.reshape(*leaves(obs)[STATE_KEY].shape[:-1], -1))
-
 
 def instructions(text: Tensor) -> list[str]:
     """Return the instructions of bytes ``[B, L]`` padded with zeros."""
@@ -201,11 +173,7 @@ def instructions(text: Tensor) -> list[str]:
 
 
 def import_policy_class(kind: str) -> Any:
-    """Return LeRobot's class of a kind of policy.
-
-    Raises:
-        ConfigError: the kind is unknown, or LeRobot is not installed.
-    """
+    """Return LeRobot's class of a kind of policy."""
     if kind not in KINDS:
         raise ConfigError(f"policy.kind must be one of {sorted(KINDS)}, got '{kind}'." + did_you_mean(kind, KINDS))
     module, name = KINDS[kind]
@@ -213,13 +181,9 @@ def import_policy_class(kind: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise ConfigError(
-            f"policy.kind {kind} needs LeRobot, which cannot be imported here ({error}). It has an environment of its "
-            "own, which 'make test-lerobot' makes: run its Python."
+            f"policy.kind {kind} needs LeRobot, which cannot be imported here ({error}): run the Python of its "
+            "environment, which 'make test-lerobot' makes."
         ) from error
-
-
-def _tokenizer_path(path: Path, config: Any) -> Path | str:
-    return path if (path / "tokenizer.json").is_file() else getattr(config, "vlm_model_name", path)
 
 
 def _load_tokenizer(path: Path, config: Any) -> Tokenize:

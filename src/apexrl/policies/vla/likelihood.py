@@ -16,10 +16,7 @@ DistributionKind = Literal["gaussian", "laplace"]
 
 
 class DiagLaplace:
-    """Independent Laplace distributions.
-
-    log π(a) = Σ_i −|a_i − μ_i| / b_i − log 2 b_i,   b = σ / √2
-    """
+    """Independent Laplace distributions: log π(a) = Σ_i −|a_i − μ_i| / b_i − log 2 b_i,   b = σ / √2."""
 
     def __init__(self, mean: Tensor, log_std: Tensor) -> None:
         self.mean = mean
@@ -59,9 +56,7 @@ class LikelihoodHead(nn.Module):
         chunk: actions of a chunk.
         num_actions: numbers of one action; each has its own scale, shared by the actions of the chunk.
         distribution: ``gaussian`` or ``laplace``.
-        init_std: standard deviation at the start, on normalised actions.
-        min_std: lower bound.
-        max_std: upper bound.
+        init_std: standard deviation at the start, on normalised actions, between ``min_std`` and ``max_std``.
         learn_std: let reinforcement learning change it; imitation never does.
     """
 
@@ -80,11 +75,12 @@ class LikelihoodHead(nn.Module):
         if distribution not in ("gaussian", "laplace"):
             raise ConfigError(f"policy.distribution must be gaussian or laplace for vla, got '{distribution}'.")
         if not 0.0 < min_std <= init_std <= max_std:
-            raise ConfigError(
-                f"policy.init_std must lie between policy.min_std ({min_std}, above 0) and policy.max_std ({max_std}), "
-                f"got {init_std}."
-            )
-        self.chunk, self.distribution = chunk, distribution
+            limits = f"policy.min_std ({min_std}, above 0) and policy.max_std ({max_std})"
+            raise ConfigError(f"policy.init_std must lie between {limits}, got {init_std}.")
+        self.chunk = chunk
+        self.distribution: type[DiagGaussian | DiagLaplace] = (
+            DiagGaussian if distribution == "gaussian" else DiagLaplace
+        )
         self.bounds = (math.log(min_std), math.log(max_std))
         self.log_std = nn.Parameter(torch.full((num_actions,), math.log(init_std)), requires_grad=learn_std)
 
@@ -94,9 +90,7 @@ class LikelihoodHead(nn.Module):
 
     def around(self, mean: Tensor, log_std: Tensor) -> DiagGaussian | DiagLaplace:
         """Return the distribution for a given logarithm of the scale ``[A]``."""
-        log_std = bounded(log_std, *self.bounds)
-        make = DiagGaussian if self.distribution == "gaussian" else DiagLaplace
-        return make(mean, log_std.repeat(self.chunk))
+        return self.distribution(mean, bounded(log_std, *self.bounds).repeat(self.chunk))
 
     def imitation_loss(self, mean: Tensor, action: Tensor, mask: Tensor) -> Tensor:
         """Negative log-likelihood ``[...]`` of demonstrated chunks, over the dimensions that ``mask`` keeps.

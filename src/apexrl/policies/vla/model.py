@@ -9,6 +9,7 @@ together, ``C`` tokens of the chunk, ``H`` heads of width ``D``, ``W`` width of 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,8 +59,8 @@ SIZES = {
 class Prefix:
     """What the expert attends to: keys and values ``[B, H, P, D]`` of every layer."""
 
-    keys: list[Tensor]
-    values: list[Tensor]
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
     bias: Tensor | None
     """``[B, 1, 1, P]``: 0, or −∞ where a token is padding; None when nothing is."""
 
@@ -113,15 +114,12 @@ class PrefixTransformer(nn.Module):
         bias = None
         if present is not None:
             bias = torch.zeros_like(present, dtype=x.dtype).masked_fill_(~present, -math.inf)[:, None, None]
-        prefix = Prefix([], [], bias)
+        keys_and_values = []
         for layer in self.layers:
-            x, k, v = layer(x, bias)
-            prefix.keys.append(k)
-            prefix.values.append(v)
-        k, v = self.last(x)
-        prefix.keys.append(k)
-        prefix.values.append(v)
-        return prefix
+            x, *pair = layer(x, bias)
+            keys_and_values.append(pair)
+        keys, values = zip(*keys_and_values, self.last(x), strict=True)
+        return Prefix(keys, values, bias)
 
 
 class ExpertLayer(nn.Module):
@@ -157,14 +155,7 @@ class ExpertLayer(nn.Module):
 
 
 class ActionExpert(nn.Module):
-    """Turns the tokens of a chunk into one vector ``[A]`` each, looking at the prefix.
-
-    Args:
-        size: of the transformers.
-        chunk: actions, that is tokens.
-        num_actions: A, numbers of one action.
-        rank: of LoRA; 0 for none.
-    """
+    """Turns the tokens of a chunk into one vector ``[A]`` each, looking at the prefix; LoRA ``rank`` 0 is none."""
 
     def __init__(self, size: Dimensions, chunk: int, num_actions: int, rank: int) -> None:
         super().__init__()

@@ -13,20 +13,11 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl.core.errors import ConfigError, did_you_mean
-from apexrl.core.observations import is_picture, leaf_spaces, select_groups
-from apexrl.core.types import (
-    ACTION,
-    INSTRUCTION_KEY,
-    OBSERVATION,
-    SAMPLE_LOG_PROB,
-    Carry,
-    Evaluation,
-    Observation,
-)
+from apexrl.core.observations import is_picture, leaf_spaces, leaves, select_groups
+from apexrl.core.types import ACTION, INSTRUCTION_KEY, OBSERVATION, SAMPLE_LOG_PROB, Carry, Evaluation, Observation
 from apexrl.policies.base import Policy, state_values
-from apexrl.policies.networks import DiagGaussian, leaves
 from apexrl.policies.vla.flow import FlowHead, masked_mean_square
-from apexrl.policies.vla.likelihood import DiagLaplace, LikelihoodHead
+from apexrl.policies.vla.likelihood import LikelihoodHead
 from apexrl.policies.vla.model import SIZES, ActionExpert, Dimensions, Prefix, PrefixTransformer
 from apexrl.policies.vla.scaling import Scaling
 from apexrl.policies.vla.towers import PictureTower, StateTower, TextTower, default_patch
@@ -50,18 +41,12 @@ class VLAPolicy(Policy):
         observation_space: vectors (joined into the state), ``instruction`` (uint8 bytes), pictures; each may be absent.
         action_space: a Box of ``chunk * A`` numbers, row by row.
         chunk: actions that one step takes.
-        head: ``likelihood`` (a distribution over chunks) or ``flow`` (flow matching).
-        size: ``tiny``, ``small``, ``base`` or ``large``; the next five change parts of it.
-        width: of the prefix.
-        depth: layers of prefix and expert.
-        heads: of attention.
-        expert_width: of the action expert.
-        pool_text: one token for the whole instruction instead of one a word.
+        head: this, ``size``, ``width``, ``depth``, ``heads``, ``lora_rank`` and ``freeze`` are those of ``VLAConfig``.
+        expert_width: of the action expert; None is half of ``width``.
+        pool_text: one token for the whole instruction instead of one per word; None is that of the size.
         max_words: of an instruction.
-        patch_size: pixels of a picture token's side; None makes about 8 by 8 tokens a picture.
+        patch_size: pixels of an image token's side; None makes about 8 by 8 tokens per image.
         normalize_obs: normalise the state by the statistics of demonstrations.
-        lora_rank: train additions of this rank instead of the transformers' weights; 0 trains the weights.
-        freeze: parts that are not trained: vision, text, state, prefix, expert.
         value_head: value states, for PPO: a small network on the mean of the prefix's tokens.
         **head_options: of ``LikelihoodHead`` or ``FlowHead``.
     """
@@ -90,7 +75,7 @@ class VLAPolicy(Policy):
         **head_options: Any,
     ) -> None:
         super().__init__(observation_space, action_space)
-        num_actions = _action_size(action_space, chunk)
+        num_actions = action_size(action_space, chunk)
         spaces = select_groups(leaf_spaces(observation_space), None, privileged=False)
         self.cameras = [path for path, box in spaces.items() if is_picture(box)]
         self.vectors = [path for path in spaces if path not in self.cameras and path != INSTRUCTION_KEY]
@@ -98,15 +83,13 @@ class VLAPolicy(Policy):
         if not self.cameras and not self.vectors:
             raise ConfigError(f"A vla policy needs a state or a picture in the observation, got {observation_space}.")
         num_states = sum(int(np.prod(spaces[path].shape)) for path in self.vectors)
-        dimensions = _dimensions(size, width, depth, heads, expert_width, pool_text)
+        dimensions = _dimensions(
+            size, width=width, depth=depth, heads=heads, expert_width=expert_width, pool_text=pool_text
+        )
         self.chunk, self.dimensions = chunk, dimensions
         self.scaling = Scaling(num_states, chunk * num_actions, scale_states=normalize_obs)
         self.state_tower = StateTower(num_states, dimensions.width) if self.vectors else None
-        self.text_tower: TextTower | None = None
-        if INSTRUCTION_KEY in spaces:
-            self.text_tower = TextTower(
-                dimensions.width, max_words=max_words, num_buckets=dimensions.num_buckets, pool=dimensions.pool_text
-            )
+        self.text_tower = TextTower(dimensions, max_words) if INSTRUCTION_KEY in spaces else None
         # nn.ModuleDict refuses dots in names.
         self.vision_towers = nn.ModuleDict()
         for path in self.cameras:
@@ -139,22 +122,11 @@ class VLAPolicy(Policy):
         return cls.for_env(env, **options, chunk=env.chunk, value_head=needs_value)
 
     def set_statistics(
-        self,
-        state_mean: Tensor,
-        state_std: Tensor,
-        action_mean: Tensor,
-        action_std: Tensor,
-        *,
-        min_std: float = 0.05,
+        self, state_mean: Tensor, state_std: Tensor, action_mean: Tensor, action_std: Tensor, *, min_std: float = 0.05
     ) -> None:
-        """Normalise by statistics of demonstrations from here on.
+        """Normalise by statistics of demonstrations from here on: of states ``[S]``, of actions ``[A]`` or a chunk.
 
-        Args:
-            state_mean: ``[S]``.
-            state_std: ``[S]``.
-            action_mean: ``[A]``, or ``[chunk * A]``.
-            action_std: ``[A]``, or ``[chunk * A]``.
-            min_std: lower bound of the standard deviations: what hardly moved in a few demonstrations may move later.
+        ``min_std`` bounds the standard deviations: what hardly moved in a few demonstrations may move later.
         """
         self.scaling.set_statistics(state_mean, state_std, action_mean, action_std, min_std=min_std)
 
@@ -164,14 +136,27 @@ class VLAPolicy(Policy):
         ``deterministic`` takes the mean of the likelihood head, and the ordinary equation of the flow head, which draws
         where that starts: seed PyTorch to get the same action again.
         """
-        return self._act(*self._read(carry[OBSERVATION]), deterministic)
+        shape, prefix = self._read(carry[OBSERVATION])
+        if self.likelihood is not None:
+            distribution = self.likelihood.forward(self._mean(shape, prefix))
+            normalized = distribution.mode if deterministic else distribution.sample()
+            action = self.scaling.restore_action(normalized)
+            # Of the stored action, as training will see it, not of the number before rounding.
+            return {ACTION: action, SAMPLE_LOG_PROB: distribution.log_prob(self.scaling.action(action))}
+        assert self.flow is not None
+        path, log_prob = self.flow.sample(self.expert, prefix, deterministic=deterministic)
+        return {
+            ACTION: self.scaling.restore_action(path[:, -1]).reshape(*shape, -1),
+            SAMPLE_LOG_PROB: log_prob.reshape(*shape, 1),
+            DENOISING: path.reshape(*shape, *path.shape[1:]),
+        }
 
     def _score(
         self, shape: torch.Size, prefix: Prefix, action: Tensor, valid_steps: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         mask = self._mask(shape, valid_steps)
         if self.likelihood is not None:
-            distribution = self._distribution(shape, prefix)
+            distribution = self.likelihood.forward(self._mean(shape, prefix))
             elements = distribution.elements(self.scaling.action(action)) * mask
             return elements.sum(-1, keepdim=True), distribution.entropy()
         assert self.flow is not None
@@ -187,12 +172,9 @@ class VLAPolicy(Policy):
     def values(self, batch: Mapping[str, Any] | TensorDict) -> tuple[Tensor, Tensor]:
         """Value states; zeros without a value head."""
 
-        def value_of(obs: Observation) -> Tensor:
-            if self.critic is None:
-                return torch.zeros(*self._shape(leaves(obs)), 1, device=self.device)
-            return self._value(*self._read(obs))
-
-        return state_values(batch, value_of)
+        if self.critic is None:
+            return state_values(batch, lambda obs: torch.zeros(*self._shape(leaves(obs)), 1, device=self.device))
+        return state_values(batch, lambda obs: self._value(*self._read(obs)))
 
     def _value(self, shape: torch.Size, prefix: Prefix) -> Tensor:
         """Return values ``[*shape, 1]`` from the mean of what the last layer makes of the tokens."""
@@ -212,24 +194,20 @@ class VLAPolicy(Policy):
 
         A flow policy gives probabilities to whole paths: ``denoising``, or else a path in the place of the action.
         """
-        stored = batch[DENOISING if DENOISING in batch.keys() else ACTION]  # noqa: SIM118
-        valid_steps = batch[VALID_STEPS] if VALID_STEPS in batch.keys() else None  # noqa: SIM118
         shape, prefix = self._read(batch[OBSERVATION])
-        log_prob, entropy = self._score(shape, prefix, stored, valid_steps)
+        stored = batch[DENOISING if DENOISING in batch else ACTION]
+        log_prob, entropy = self._score(shape, prefix, stored, batch.get(VALID_STEPS))
         return Evaluation(log_prob, entropy, self._value(shape, prefix))
 
     def imitation_loss(self, batch: Mapping[str, Any] | TensorDict) -> Tensor:
-        """Return the loss ``[...]`` of each demonstrated chunk.
+        """Return the loss ``[...]`` of each demonstrated chunk, ``[..., chunk * A]``.
 
         The negative log-likelihood, summed over the chunk, or the mean squared error of the flow's field.
-
-        Args:
-            batch: ``observation``, ``action [..., chunk * A]``, and perhaps ``valid_steps [..., 1]``.
         """
         shape, prefix = self._read(batch[OBSERVATION])
         action, mask = self.targets(batch)
         if self.likelihood is not None:
-            loss = self.likelihood.imitation_loss(self._mean(prefix), action, mask)
+            loss = self.likelihood.imitation_loss(self._mean([len(action)], prefix), action, mask)
         else:
             assert self.flow is not None
             loss = self.flow.imitation_loss(self.expert, prefix, action, mask)
@@ -238,20 +216,18 @@ class VLAPolicy(Policy):
     def imitation_error(self, batch: Mapping[str, Any] | TensorDict) -> Tensor:
         """Return the mean squared error ``[...]`` of each demonstrated chunk, over its numbers and for both heads.
 
-        Of the likelihood head's mean, on normalised actions, or of the flow's field. ``batch`` is that of
-        ``imitation_loss``.
+        Of the likelihood head's mean, on normalised actions, or of the flow's field.
         """
         if self.flow is not None:
             return self.imitation_loss(batch)
         shape, prefix = self._read(batch[OBSERVATION])
         action, mask = self.targets(batch)
-        return masked_mean_square(self._mean(prefix) - action, mask).reshape(shape)
+        return masked_mean_square(self._mean([len(action)], prefix) - action, mask).reshape(shape)
 
     def targets(self, batch: Mapping[str, Any] | TensorDict) -> tuple[Tensor, Tensor]:
         """Return normalised chunks ``[B, chunk * A]`` of a batch, and 1 for every number that is no padding."""
         action = self.scaling.action(batch[ACTION])
-        valid_steps = batch[VALID_STEPS] if VALID_STEPS in batch.keys() else None  # noqa: SIM118
-        return action.flatten(0, -2), self._mask(action.shape[:-1], valid_steps).flatten(0, -2)
+        return action.flatten(0, -2), self._mask(action.shape[:-1], batch.get(VALID_STEPS)).flatten(0, -2)
 
     def _mask(self, shape: torch.Size, valid_steps: Tensor | None) -> Tensor:
         """Return 1 for the numbers of a chunk that count, ``[*shape, chunk * A]``."""
@@ -264,28 +240,10 @@ class VLAPolicy(Policy):
         """Return the prefix of observations, their leading dimensions made one."""
         return self._read(obs)[1]
 
-    def _act(self, shape: torch.Size, prefix: Prefix, deterministic: bool) -> dict[str, Tensor]:
-        if self.likelihood is not None:
-            distribution = self._distribution(shape, prefix)
-            normalized = distribution.mode if deterministic else distribution.sample()
-            action = self.scaling.restore_action(normalized)
-            # Of the stored action, as training will see it, not of the number before rounding.
-            return {ACTION: action, SAMPLE_LOG_PROB: distribution.log_prob(self.scaling.action(action))}
-        assert self.flow is not None
-        path, log_prob = self.flow.sample(self.expert, prefix, deterministic=deterministic)
-        return {
-            ACTION: self.scaling.restore_action(path[:, -1]).reshape(*shape, -1),
-            SAMPLE_LOG_PROB: log_prob.reshape(*shape, 1),
-            DENOISING: path.reshape(*shape, *path.shape[1:]),
-        }
-
-    def _distribution(self, shape: torch.Size, prefix: Prefix) -> DiagGaussian | DiagLaplace:
-        assert self.likelihood is not None
-        return self.likelihood.forward(self._mean(prefix).reshape(*shape, -1))
-
-    def _mean(self, prefix: Prefix) -> Tensor:
+    def _mean(self, shape: Sequence[int], prefix: Prefix) -> Tensor:
+        """Return the mean of the likelihood head, ``[*shape, chunk * A]``."""
         mean: Tensor = self.expert(prefix).squeeze(1).float()
-        return mean
+        return mean.reshape(*shape, -1)
 
     def _read(self, obs: Observation) -> tuple[torch.Size, Prefix]:
         """Return the leading dimensions of observations, and the prefix of all of them as one batch."""
@@ -313,46 +271,28 @@ class VLAPolicy(Policy):
         return found[path].shape[: found[path].ndim - self.num_dims[path]]
 
     def _freeze(self, freeze: Sequence[str], lora_rank: int) -> None:
-        parts: dict[str, nn.Module | None] = {
-            "vision": self.vision_towers,
-            "text": self.text_tower,
-            "state": self.state_tower,
-            "prefix": self.prefix,
-            "expert": self.expert,
-        }
-        for name in freeze:
-            if name not in parts:
-                raise ConfigError(
-                    f"policy.freeze must hold names of {list(FREEZABLE)}, got '{name}'." + did_you_mean(name, FREEZABLE)
-                )
-        transformers = [*self.prefix.named_parameters(), *self.expert.layers.named_parameters()]
-        for name, parameter in transformers:
+        modules = self.vision_towers, self.text_tower, self.state_tower, self.prefix, self.expert
+        parts: dict[str, nn.Module | None] = dict(zip(FREEZABLE, modules, strict=True))
+        for name, parameter in [*self.prefix.named_parameters(), *self.expert.layers.named_parameters()]:
             parameter.requires_grad_(not lora_rank or name.endswith(("lora_a", "lora_b")))
         for name in freeze:
-            part = parts[name]
-            if part is not None:
+            if name not in parts:
+                hint = did_you_mean(name, FREEZABLE)
+                raise ConfigError(f"policy.freeze must hold names of {list(FREEZABLE)}, got '{name}'.{hint}")
+            if (part := parts[name]) is not None:
                 part.requires_grad_(False)
 
 
-def _dimensions(
-    size: str,
-    width: int | None,
-    depth: int | None,
-    heads: int | None,
-    expert_width: int | None,
-    pool_text: bool | None,
-) -> Dimensions:
+def _dimensions(size: str, **changes: Any) -> Dimensions:
     """Return a named size with the parts that are given changed; the expert stays half as wide as the prefix."""
     if size not in SIZES:
         raise ConfigError(f"policy.size must be one of {list(SIZES)}, got '{size}'." + did_you_mean(size, SIZES))
-    if width is not None and expert_width is None:
-        expert_width = width // 2
-    given = {"width": width, "depth": depth, "heads": heads, "expert_width": expert_width, "pool_text": pool_text}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return replace(SIZES[size], **changes)
+    if changes["width"] is not None and changes["expert_width"] is None:
+        changes["expert_width"] = changes["width"] // 2
+    return replace(SIZES[size], **{name: value for name, value in changes.items() if value is not None})
 
 
-def _action_size(action_space: gym.Space[Any], chunk: int) -> int:
+def action_size(action_space: gym.Space[Any], chunk: int) -> int:
     """Return the numbers of one action of a chunk."""
     if not isinstance(action_space, gym.spaces.Box):
         raise ConfigError(f"A vla policy needs continuous actions (a Box), got {action_space}.")

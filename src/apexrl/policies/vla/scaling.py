@@ -40,21 +40,14 @@ class Scaling(nn.Module):
         self, state_mean: Tensor, state_std: Tensor, action_mean: Tensor, action_std: Tensor, *, min_std: float
     ) -> None:
         """Take over statistics; those of one control step hold for every step of a chunk."""
-        given = {
-            "state_mean": state_mean,
-            "state_std": state_std,
-            "action_mean": action_mean,
-            "action_std": action_std,
-        }
+        given = {"state_mean": state_mean, "state_std": state_std, "action_mean": action_mean, "action_std": action_std}
         for name, value in given.items():
             buffer = getattr(self, name)
             flat = torch.as_tensor(value, dtype=buffer.dtype, device=buffer.device).flatten()
             is_step = name.startswith("action") and flat.numel() and buffer.numel() % flat.numel() == 0
             if flat.numel() != buffer.numel() and not is_step:
-                raise ConfigError(
-                    f"set_statistics: {name} must have {buffer.numel()} numbers, got {flat.numel()}. "
-                    "Take the statistics from demonstrations of the same task suite."
-                )
+                wanted, fix = buffer.numel(), "Take them from demonstrations of the same task suite."
+                raise ConfigError(f"set_statistics: {name} must have {wanted} numbers, got {flat.numel()}. {fix}")
             if not flat.isfinite().all():
                 raise ConfigError(f"set_statistics: {name} must be finite, got {flat.tolist()}.")
             flat = flat.repeat(buffer.numel() // max(1, flat.numel()))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from apexrl.core.errors import ConfigError
+from apexrl.policies.vla.model import Dimensions
 from apexrl.policies.vla.tokenizer import NUM_HASHES, WordTokenizer
 
 
@@ -28,21 +29,19 @@ class StateTower(nn.Module):
 class TextTower(nn.Module):
     """A token for each word, or one for the whole instruction.
 
-    Args:
-        width: of a token.
-        max_words: words beyond this number are left out.
-        num_buckets: rows of each of the two embedding tables.
-        pool: join the words, with their places, into one token; faster, and enough to tell some dozen tasks apart.
+    One token joins the words with their places: faster, and enough to tell some dozen tasks apart. Words beyond
+    ``max_words`` are left out.
     """
 
-    def __init__(self, width: int, *, max_words: int, num_buckets: int, pool: bool) -> None:
+    def __init__(self, size: Dimensions, max_words: int) -> None:
         super().__init__()
-        self.tokenizer = WordTokenizer(max_words, num_buckets)
+        width = size.width
+        self.tokenizer = WordTokenizer(max_words, size.num_buckets)
         # The two tables are one: the second hash looks up rows of its second half.
-        self.words = nn.Embedding(NUM_HASHES * num_buckets, width)
+        self.words = nn.Embedding(NUM_HASHES * size.num_buckets, width)
         nn.init.normal_(self.words.weight, std=NUM_HASHES**-0.5)
         self.join: nn.Sequential | None = None
-        if pool:
+        if size.pool_text:
             # A word counts by its place, so that the sum tells an order.
             self.places = nn.Parameter(1.0 + 0.3 * torch.randn(max_words, 1))
             self.join = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
@@ -56,12 +55,8 @@ class TextTower(nn.Module):
         if self.join is None:
             return self.words(rows).sum(-2) + self.places, present
         weight = present.unsqueeze(-1) * self.places / present.sum(-1).clamp_min(1).sqrt()[:, None, None]
-        pooled = functional.embedding_bag(
-            rows.flatten(1),
-            self.words.weight,
-            per_sample_weights=weight.to(self.words.weight.dtype).expand_as(rows).flatten(1),
-            mode="sum",
-        )
+        weight = weight.to(self.words.weight.dtype).expand_as(rows).flatten(1)
+        pooled = functional.embedding_bag(rows.flatten(1), self.words.weight, per_sample_weights=weight, mode="sum")
         return self.join(pooled).unsqueeze(-2), None
 
 
@@ -80,10 +75,8 @@ class PictureTower(nn.Module):
         self.channels_last = shape[-1] < shape[0]
         channels, height, breadth = (shape[2], *shape[:2]) if self.channels_last else shape
         if patch < 2 or patch & (patch - 1) or patch > min(height, breadth):
-            raise ConfigError(
-                f"policy.patch_size must be a power of two, at least 2 and at most the side of the pictures of "
-                f"'{name}' ({height} by {breadth}), got {patch}."
-            )
+            limit = f"the side of the images of '{name}' ({height} by {breadth})"
+            raise ConfigError(f"policy.patch_size must be a power of two from 2 to {limit}, got {patch}.")
         num_layers = int(math.log2(patch))
         widths = [channels, *(max(16, width >> (num_layers - i)) for i in range(1, num_layers)), width]
         layers: list[nn.Module] = []
