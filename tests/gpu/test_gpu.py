@@ -60,7 +60,7 @@ def parts(owner: Any, *names: str) -> list[Captured]:
     for value in vars(owner).values():
         found += value.values() if isinstance(value, dict) else [value]
     captured = [value for value in found if isinstance(value, Captured) and (not names or value.name in names)]
-    assert not names or {value.name for value in captured} == {*names}
+    assert not names or {value.name for value in captured} in ({*names}, set())  # none where graphs are off
     return captured
 
 
