@@ -289,6 +289,7 @@ class PPO(BaseAlgorithm):
     def _wrap(self) -> None:
         """Compile and capture anew what works on the memory of a batch."""
         wrap, device, pool = self.acceleration.wrap, self.policy.device, memory_pool()
+        self._pool = pool
         self.take_step = wrap(self.gradient_step, device)
         self._log_prob = wrap(self._eager_log_prob, device)
         self.epoch = wrap(self._eager_epoch, device, graph="The update", pool=pool)

@@ -18,7 +18,7 @@ from apexrl.algorithms.optimizer import FlatAdam, flatten
 from apexrl.algorithms.ppo import PPO, PPOConfig
 from apexrl.algorithms.terms import EncoderDistance
 from apexrl.core.errors import ConfigError, requirement
-from apexrl.core.system.acceleration import Acceleration, memory_pool
+from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import NEXT_OBSERVATION, NEXT_VALUE, OBS_KEY, OBSERVATION, VALUE, Carry, Observation
 from apexrl.envs import VecEnv
 from apexrl.policies import Policy, ROAPolicy
@@ -176,7 +176,7 @@ class PPOROA(PPO):
         super()._wrap()
         wrap, device = self.acceleration.wrap, self.policy.device
         self.adapt_step = wrap(self._eager_adapt_step, device)
-        self.adapt_epoch = wrap(self._eager_adapt_epoch, device, graph="The adaptation", pool=memory_pool())
+        self.adapt_epoch = wrap(self._eager_adapt_epoch, device, graph="The adaptation", pool=self._pool)
 
     def _explore_as_the_teacher(self) -> None:
         """Give the student the teacher's standard deviation; one that depends on the state it has imitated."""
