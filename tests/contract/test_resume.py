@@ -103,7 +103,7 @@ class Kill:
     when: Literal["before", "after"] = "after"
 
 
-LINE, EVALUATION_RECORD = "apexrl.agent.loggers.jsonl:append_json_line", "apexrl.agent.trainer:append_json_line"
+LINE, EVALUATION_RECORD = "apexrl.agent.loggers:append_json_line", "apexrl.agent.trainer:append_json_line"
 SAVE, EVALUATION_ROLLOUT = "apexrl.agent.checkpoint:save", "apexrl.evaluation.evaluate:rollout"
 UPDATE = "apexrl:PPO.update"
 

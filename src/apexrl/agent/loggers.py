@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from apexrl.core.errors import ConfigError
-from apexrl.core.system import files
+from apexrl.core.system.files import append_json_line, writing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -59,7 +59,7 @@ class JsonlLogger(Logger):
 
     def log(self, values: Mapping[str, float]) -> None:
         """Append one line."""
-        files.append_json_line(self.path, values)
+        append_json_line(self.path, values)
 
 
 class TensorBoardLogger(Logger):
@@ -83,7 +83,7 @@ class TensorBoardLogger(Logger):
             RunDirError: when those of an earlier call could not be written.
         """
         total_steps = int(values["total_steps"])
-        with files.writing(self.directory):
+        with writing(self.directory):
             self.writer = self.writer or self._open(total_steps)
             for name, value in values.items():
                 if "/" in name:

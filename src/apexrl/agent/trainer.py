@@ -30,8 +30,9 @@ from apexrl.collectors.episodes import SuiteRunner
 from apexrl.collectors.groups import RolloutGenerator
 from apexrl.core.errors import ApexRLError, ConfigError, EnvError, RunDirError, did_you_mean
 from apexrl.core.observations import leaves
-from apexrl.core.system import distributed, files
+from apexrl.core.system import distributed
 from apexrl.core.system.acceleration import Acceleration
+from apexrl.core.system.files import DirectoryLock, append_json_line, writing
 from apexrl.core.types import OBSERVATION, VALID
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.evaluation.evaluate import EvaluationResult, evaluate
@@ -89,7 +90,7 @@ class Trainer:
         log_reward_components: bool = True,
         save_step_csv: bool = False,
         config: Mapping[str, Any] | None = None,
-        lock: files.DirectoryLock | None = None,
+        lock: DirectoryLock | None = None,
     ) -> None:
         if algorithm.policy is not policy:
             raise ConfigError("Trainer needs one policy: algorithm.policy is another object than policy.")
@@ -405,10 +406,10 @@ class Trainer:
             result = distributed.on_main_process(run)
         if self.run_dir is not None and distributed.is_main_process():
             record = {"iteration": self.iteration, "step": self.total_steps, **result.record()}
-            files.append_json_line(self.run_dir / "evaluations.jsonl", record)
+            append_json_line(self.run_dir / "evaluations.jsonl", record)
             if result.step_rows is not None:
                 directory = self.run_dir / "eval" / f"eval{self.num_evaluations}"
-                with files.writing(directory):
+                with writing(directory):
                     save_step_csvs(result.step_rows, directory)
         self.counters.num_evaluations += 1
         return result
