@@ -4,11 +4,13 @@
 
 From the start of the interpreter to its end, with imports and compilation, without evaluation and video, on one thread.
 Cold runs find no compiled code, warm ones that of the cold run just before. The ratio is of the medians over rounds.
+With --only the record keeps its rows of other cases.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -127,13 +129,17 @@ def main() -> None:
     if options.peer:
         peer(options.peer, options.steps)
         return
-    rows: list[dict[str, Any]] = []
+    names = options.only.split(",") if options.only else list(CASES)
+    record = Path(__file__).with_suffix(".json")
+    old = json.loads(record.read_text())["rows"] if options.only and record.exists() else []
+    rows = [row for row in old if row["case"] not in names]
     with tempfile.TemporaryDirectory() as scratch:
-        for name in options.only.split(",") if options.only else CASES:
+        for name in names:
             steps = CASES[name].steps // (10 if options.quick else 1)
             rows += measure(name, options.rounds, steps, Path(scratch))
-    if not options.only:
-        print(f"wrote {report.write('default_speed', {'rows': rows, 'quick': options.quick})}")
+    if not options.quick:
+        rows.sort(key=lambda row: list(CASES).index(row["case"]))
+        print(f"wrote {report.write('default_speed', {'rows': rows})}")
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ def rollout(
     if num_steps < 1:
         raise ConfigError(f"num_steps must be at least 1, got {num_steps}.")
     env.running = None
+    keeps_successors = NEXT_OBSERVATION not in drop and (keep is None or NEXT_OBSERVATION in keep)
     columns = _Columns(num_steps, keep, drop)
     finals: dict[int, Observation] = {}
     pending = torch.ones(env.num_envs, 1, dtype=torch.bool, device=env.device)
@@ -75,13 +76,11 @@ def rollout(
         columns.put(t, {name: value for name, value in output.items() if name not in carry})
         step = env.step(output[ACTION])
         columns.put(t, {REWARD: step.reward, TERMINATED: step.terminated, TRUNCATED: step.truncated})
-        if step.final_obs is not None and columns.keeps(NEXT_OBSERVATION):
+        if step.final_obs is not None and keeps_successors:
             finals[t] = step.final_obs.clone()
-        columns.put(t, {METRIC: step.metric})
-        if step.log and columns.keeps(LOG):
-            log = {name: torch.as_tensor(value, device=env.device).float() for name, value in step.log.items()}
-            columns.put(t, {LOG: {name: value.mean().view(1, 1) for name, value in log.items()}})
-        columns.put(t, {INFO: step.info})
+        log = {name: torch.as_tensor(value, device=env.device).float() for name, value in step.log.items()}
+        means = {name: value.mean().view(1, 1) for name, value in log.items()}
+        columns.put(t, {METRIC: step.metric, LOG: means, INFO: step.info})
         done = step.terminated | step.truncated
         after: Carry = {OBSERVATION: step.obs}
         for name in carry:
@@ -94,7 +93,7 @@ def rollout(
                 num_steps = t + 1
                 break
     batch = columns.batch(num_steps, env.num_envs)
-    if columns.keeps(NEXT_OBSERVATION):
+    if keeps_successors:
         batch[NEXT_OBSERVATION] = _successors(batch, carry[OBSERVATION], finals, hidden=not env.gives_final_obs)
     return batch, carry
 
@@ -170,21 +169,17 @@ class _Columns:
 
     def __init__(self, num_steps: int, keep: Collection[str] | None, drop: Collection[str]) -> None:
         self.num_steps = num_steps
-        self.keep = None if keep is None else OUTCOME_KEYS | set(keep)
-        self.drop = {*NOISE_KEYS, *drop}
+        self.keep, self.drop = None if keep is None else OUTCOME_KEYS | set(keep), {*NOISE_KEYS, *drop}
         self.columns: dict[tuple[str, ...], Tensor] = {}
         self.rows: dict[tuple[str, ...], tuple[Tensor, ...]] = {}
         """The columns cut into steps once, which is faster than an index at every step."""
-
-    def keeps(self, name: str) -> bool:
-        return name not in self.drop and (self.keep is None or name in self.keep)
 
     def put(self, t: int, values: Mapping[str, Any], path: tuple[str, ...] = ()) -> None:
         """Write what is kept of the values of step ``t``, ``[N, ...]``, and of the groups among them."""
         for name, value in values.items():
             key = (*path, name)
             if key not in self.rows:
-                if not (path or self.keeps(name)):
+                if not path and (name in self.drop or (self.keep is not None and name not in self.keep)):
                     continue
                 if not isinstance(value, Tensor):
                     self.put(t, value, key)

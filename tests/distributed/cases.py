@@ -39,7 +39,6 @@ from apexrl import (
 from apexrl.agent import TrainingConfig, checkpoint
 from apexrl.agent.trainer import env_seed
 from apexrl.agent.training_log import merged_collection, merged_to_host
-from apexrl.algorithms.gradient_step import bounds
 from apexrl.core.errors import DivergenceError
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.system import distributed
@@ -78,7 +77,7 @@ class _Orders:
         # A sample of a part is number step · own environments + environment there.
         step, env = (torch.stack(parts) // OWN_ENVS, torch.stack(parts) % OWN_ENVS)
         whole = step * NUM_ENVS + env + OWN_ENVS * torch.arange(NUM_PARTS)[:, None]
-        return torch.cat([whole[:, start:end].reshape(-1) for start, end in bounds(own, self.num_minibatches)])
+        return torch.cat([part.reshape(-1) for part in whole.tensor_split(self.num_minibatches, dim=1)])
 
 
 def _sample_together(self: DiagGaussian) -> Tensor:
@@ -286,7 +285,8 @@ def divergence() -> dict[str, Tensor]:
     metrics = algorithm.update(batch)
     message = ""
     try:
-        algorithm.raise_if_diverged({"nonfinite": float(metrics["nonfinite"])}, batch)
+        if metrics["nonfinite"] > 0:
+            algorithm.raise_diverged(batch)
     except DivergenceError as error:
         message = str(error)
     assert "'reward' of the rollout is not finite at 1 of" in message, message

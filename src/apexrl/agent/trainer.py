@@ -312,14 +312,15 @@ class Trainer:
         obs = batch[OBSERVATION][batch[VALID].squeeze(-1)] if VALID in batch else batch[OBSERVATION]
         is_finite = torch.stack([leaf.isfinite().all() for leaf in leaves(obs).values()]).all()
         self.policy.update_normalizer(obs, apply=distributed.all_ranks(is_finite))
-        self.counters.total_steps += distributed.all_reduce_sum(self.collector.steps_in(batch))
+        self.counters.total_steps += sum(distributed.all_gather_object(self.collector.steps_in(batch)))
         self._watch.clear()
 
     def _count(self, batch: TensorDict, numbers: dict[str, float]) -> dict[str, float]:
         """Count an iteration whose update was finite; returns its numbers with where the run is, and its speed."""
-        self.algorithm.raise_if_diverged({"nonfinite": numbers.pop("train/nonfinite", 0.0)}, batch)
+        if numbers.pop("train/nonfinite", 0.0) > 0:
+            self.algorithm.raise_diverged(batch)
         counters, updates = self.counters, numbers.get("train/updates")
-        num_steps = distributed.all_reduce_sum(self.collector.steps_in(batch))
+        num_steps = sum(distributed.all_gather_object(self.collector.steps_in(batch)))
         counters.iteration += 1
         counters.total_steps += num_steps
         if counters.optimizer_steps is not None:  # a count that was not known once is never known again

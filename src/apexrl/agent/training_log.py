@@ -51,6 +51,8 @@ class TrainingLog:
         self._unwritten: dict[str, float] | None = None
         """The numbers of the last iteration, where no logger has them."""
         self._told: set[str] = set()
+        self._names: dict[str, list[str]] = {}
+        """Log names of each episode field."""
 
     def tell(self, text: str, once: bool = False) -> None:
         """Show a line to the user; with ``once`` only the first time."""
@@ -73,7 +75,9 @@ class TrainingLog:
         if VALUE in batch:
             means["rollout/mean_value"] = batch[VALUE].mean()
         episodes = self.collector.episode_metrics
-        names = {field: training_log_names(field, episodes.specs) for field in episodes.totals}
+        names = self._names
+        for field in episodes.totals.keys() - names.keys():
+            names[field] = training_log_names(field, episodes.specs)
         for field, mean in episodes.means().items():
             if self.components or field not in episodes.specs:
                 means.update(dict.fromkeys(names[field], mean))

@@ -89,14 +89,10 @@ class BaseAlgorithm(ABC):
     """What to change when a whole run took no optimizer step."""
 
     def __init__(self, policy: Policy, num_steps: int = 32) -> None:
-        self.policy = policy
+        self.policy = self.rollout_policy = policy
+        """``rollout_policy`` acts while training collects, and may be a view; evaluation always uses ``policy``."""
         self.num_steps = num_steps
         """Steps of each environment in one rollout."""
-
-    @property
-    def rollout_policy(self) -> Policy:
-        """What acts while training collects; evaluation always uses ``policy``."""
-        return self.policy
 
     @torch.no_grad()
     def get_action(self, obs: Observation, deterministic: bool = False) -> Tensor:
@@ -125,7 +121,7 @@ class BaseAlgorithm(ABC):
         """Improve the policy with one batch ``[T, N]``; returns 0-d tensors, still on the device.
 
         A metric called ``nonfinite`` above 0 says that a loss or gradient was not finite and that no step was taken
-        from there on; ``raise_if_diverged`` turns it into a report. One called ``updates`` counts the optimizer steps
+        from there on; ``raise_diverged`` turns it into a report. One called ``updates`` counts the optimizer steps
         that were taken; a run that took none says so at its end.
         """
 
@@ -181,16 +177,15 @@ class BaseAlgorithm(ABC):
                 f"Collect with keep={name}.required_keys."
             )
 
-    def raise_if_diverged(self, metrics: Mapping[str, float], batch: TensorDict) -> None:
-        """Stop the run when an update was not finite.
+    def raise_diverged(self, batch: TensorDict) -> None:
+        """Stop the run after an update that was not finite.
 
         Raises:
             DivergenceError: names the first tensor that is not finite, in the order in which data flows.
         """
-        if metrics.get("nonfinite", 0.0) > 0:
-            # What is not finite in one process is soon so in all: the nearest to the cause reports.
-            _, report = min(distributed.all_gather_object(self._report(batch)), key=lambda found: found[0])
-            raise DivergenceError(report)
+        # What is not finite in one process is soon so in all: the nearest to the cause reports.
+        _, report = min(distributed.all_gather_object(self._report(batch)), key=lambda found: found[0])
+        raise DivergenceError(report)
 
     def _report(self, batch: TensorDict) -> tuple[int, str]:
         """Return how far down the flow of data the first tensor that is not finite lies, and a text that names it."""

@@ -202,7 +202,8 @@ class BC(BaseAlgorithm):
                 on_progress(step + 1)
         self.policy.eval()
         metrics = {name: value.item() for name, value in self._metrics().items()}
-        self.raise_if_diverged(metrics, demonstrations.unsqueeze(-1))
+        if metrics["nonfinite"] > 0:
+            self.raise_diverged(demonstrations.unsqueeze(-1))
         return metrics
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:

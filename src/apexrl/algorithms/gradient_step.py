@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +12,7 @@ from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.algorithms.terms import Term
 from apexrl.core.system import distributed
 from apexrl.core.system.acceleration import Acceleration
-from apexrl.core.types import ACTION, Evaluation
-from apexrl.policies import Policy
+from apexrl.core.types import ACTION
 
 RATE_BOUNDS = (1e-5, 1e-2)
 """Of a learning rate that follows the KL divergence."""
@@ -30,7 +28,7 @@ class UpdateStats:
     """
 
     def __init__(self, names: Sequence[str], device: torch.device, nonfinite: Tensor | None = None) -> None:
-        self.names = tuple(names)
+        self.names, self.device = tuple(names), device
         self.stop = torch.zeros((), device=device)
         self.nonfinite = torch.zeros((), device=device) if nonfinite is None else nonfinite
         self.sums = torch.zeros(len(names) + 1, device=device)
@@ -86,28 +84,6 @@ class Loss(nn.Module):
         for term, value in zip(self.terms, values, strict=True):
             total = total + term.weight * value
         return total, torch.stack([x.detach() for x in (loss, *numbers, *values)]), ()
-
-
-class PolicyLoss(Loss):
-    """A loss that evaluates a policy on what it did.
-
-    Args:
-        policy: what is evaluated.
-        acceleration: says in which precision.
-        terms: what is added.
-    """
-
-    def __init__(self, policy: Policy, acceleration: Acceleration, terms: Sequence[Term] = ()) -> None:
-        super().__init__(acceleration, terms)
-        self.policy = policy
-
-    def evaluate(self, batch: Mapping[str, Any]) -> Evaluation:
-        """Return log-probabilities, entropies and values in float32."""
-        if self.acceleration.precision != "bf16":
-            return self.policy.evaluate(batch)
-        with self.acceleration.autocast(self.policy.device):
-            evaluation = self.policy.evaluate(batch)
-        return Evaluation(*(x.float() for x in evaluation))
 
 
 class GradientStep:
@@ -226,19 +202,12 @@ def linear_rate(start: float, progress: float) -> float:
     return start * max(0.0, 1.0 - progress)
 
 
-def bounds(count: int, num_parts: int) -> list[tuple[int, int]]:
-    """Cut 0 … count − 1 into parts as equal as possible; returns start and end of each."""
-    size, more = divmod(count, num_parts)
-    cuts = [part * size + min(part, more) for part in range(num_parts + 1)]
-    return list(itertools.pairwise(cuts))
-
-
 def minibatches(batch: Mapping[str, Any], order: Tensor, num_parts: int, dim: int = 0) -> Iterator[dict[str, Any]]:
-    """Shuffle all of a batch along a dimension, then cut it into minibatches."""
-    before = (slice(None),) * dim
-    shuffled = {name: value[(*before, order)] for name, value in batch.items()}
-    for start, end in bounds(len(order), num_parts):
-        yield {name: value[(*before, slice(start, end))] for name, value in shuffled.items()}
+    """Put a batch into an order along a dimension, then cut it into minibatches as equal as possible."""
+    size, more = divmod(len(order), num_parts)
+    sizes = [size + (part < more) for part in range(num_parts)]
+    parts = [value[(*[slice(None)] * dim, order)].split(sizes, dim) for value in batch.values()]
+    return (dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True))
 
 
 def parts_of(batch: Mapping[str, Any], num_parts: int) -> Iterator[dict[str, Any]]:

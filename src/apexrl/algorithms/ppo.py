@@ -20,7 +20,7 @@ from apexrl.algorithms.base import (
     checker,
     find_device,
 )
-from apexrl.algorithms.gradient_step import GradientStep, PolicyLoss, UpdateStats, bounds, linear_rate, minibatches
+from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate, minibatches
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.algorithms.terms import Term
 from apexrl.core.errors import ConfigError
@@ -48,6 +48,7 @@ from apexrl.core.types import (
     SAMPLE_LOG_PROB,
     TERMINATED,
     VALUE,
+    Evaluation,
 )
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic, SACPolicy, VLAPolicy
@@ -145,12 +146,20 @@ PPO_METRICS = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl",
 """What is logged of the loss, before what terms add; the norm of the gradient comes last."""
 
 
-class PPOLoss(PolicyLoss):
+class PPOLoss(Loss):
     """L = L_clip(ρ A) + c_V L_V − c_H H + Σ terms, of a minibatch."""
 
     def __init__(self, policy: Policy, cfg: PPOConfig, acceleration: Acceleration, terms: Sequence[Term] = ()) -> None:
-        super().__init__(policy, acceleration, terms)
-        self.cfg = cfg
+        super().__init__(acceleration, terms)
+        self.policy, self.cfg = policy, cfg
+
+    def evaluate(self, batch: Mapping[str, Any]) -> Evaluation:
+        """Return log-probabilities, entropies and values in float32."""
+        if self.acceleration.precision != "bf16":
+            return self.policy.evaluate(batch)
+        with self.acceleration.autocast(self.policy.device):
+            evaluation = self.policy.evaluate(batch)
+        return Evaluation(*(x.float() for x in evaluation))
 
     def forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, tuple[()]]:
         """Return the loss, and what is logged of it in the order of ``PPO_METRICS``."""
@@ -284,6 +293,8 @@ class PPO(BaseAlgorithm):
         """The rollout that was learned from last, with its advantages and returns."""
         self._samples: dict[str, Any] = {}
         """What the loss reads of it, ``[T · N, ...]``, or ``[T, N, ...]`` for a policy that learns from sequences."""
+        self._num_rows = 0
+        """Of these, which minibatches share."""
         self._wrap()
 
     def _wrap(self) -> None:
@@ -308,9 +319,8 @@ class PPO(BaseAlgorithm):
         self.policy.train()
         if ANCHOR_LOG_PROB in self._samples:
             self.anchor()
-        count = self.batch.shape[1] if self.policy.sequential else self.batch.numel()
         for _ in range(self.cfg.num_epochs):
-            self.epoch(torch.randperm(count, device=self.policy.device))
+            self.epoch(torch.randperm(self._num_rows, device=self.stats.device))
         self.policy.eval()
         if self.moves_normalizer:
             self.policy.update_normalizer(rollout[OBSERVATION], apply=self.stats.nonfinite == 0)
@@ -324,31 +334,37 @@ class PPO(BaseAlgorithm):
 
     def _load(self, rollout: TensorDict) -> None:
         """Put a rollout where the minibatch step reads it; with graphs, into the same memory every time."""
-        self.check_batch(rollout)
-        count = rollout.shape[1] if self.policy.sequential else rollout.numel()
-        if self.cfg.num_minibatches > count:
-            parts = "sequences (one an environment)" if self.policy.sequential else "samples"
-            raise ConfigError(
-                f"algo.num_minibatches is {self.cfg.num_minibatches}, but the rollout has {count} {parts}; lower it."
-            )
-        stored = [*self._own_keys, *([PRE_TANH] if PRE_TANH in rollout.keys() else [])]  # noqa: SIM118
-        batch = rollout.select(*self.required_keys, *stored)
-        is_stale = POLICY_VERSION in rollout.keys()  # noqa: SIM118
-        anchor = [ANCHOR_LOG_PROB] if is_stale or self.acceleration.precision == "bf16" else []
-        computed = [ADVANTAGE, RETURN, *anchor, *([BEHAVIOUR_WEIGHT] if is_stale else [])]
+        found, computed = set(rollout.keys()), [ADVANTAGE, RETURN]
+        if POLICY_VERSION in found:
+            computed += [ANCHOR_LOG_PROB, BEHAVIOUR_WEIGHT]
+        elif self.acceleration.precision == "bf16":
+            computed += [ANCHOR_LOG_PROB]
+        stored = [*self._own_keys, *({PRE_TANH} & found)]
+        batch = rollout.select(*self.required_keys, *stored, strict=False)
         is_captured = isinstance(self.epoch, Captured)
-        if self.batch.shape == batch.shape and set(self.batch.keys()) == {*batch.keys(), *computed}:
-            if is_captured:
-                self.batch.update_(batch)
-                return
-        elif self._samples:
-            self._wrap()
+        if self.batch.shape != batch.shape or set(self.batch.keys()) != {*batch.keys(), *computed}:
+            self._begin_shape(rollout)
+        elif is_captured:
+            self.batch.update_(batch)
+            return
         self.batch = batch.clone() if is_captured else batch
         for name in computed:
             self.batch[name] = torch.empty_like(batch[VALUE], memory_format=torch.contiguous_format)
         read_by_loss = [OBSERVATION, ACTION, SAMPLE_LOG_PROB, VALUE, *computed, *stored]
         samples = self.batch.select(*read_by_loss, *([DONE] if self.policy.sequential else []))
         self._samples = dict((samples if self.policy.sequential else samples.reshape(-1)).items())
+
+    def _begin_shape(self, rollout: TensorDict) -> None:
+        """Check the first rollout of a shape, and leave what was captured for another."""
+        self.check_batch(rollout)
+        self._num_rows = rollout.shape[1] if self.policy.sequential else rollout.numel()
+        if self.cfg.num_minibatches > self._num_rows:
+            parts = f"{self._num_rows} {'sequences (one an environment)' if self.policy.sequential else 'samples'}"
+            raise ConfigError(
+                f"algo.num_minibatches is {self.cfg.num_minibatches}, but the rollout has {parts}; lower it."
+            )
+        if self._samples:
+            self._wrap()
 
     @torch.no_grad()
     def _eager_advantage(self) -> None:
@@ -380,10 +396,10 @@ class PPO(BaseAlgorithm):
         w = min(π_start(a|s) / π_sample(a|s), MAX_BEHAVIOUR_WEIGHT)
         """
         samples, before = self._samples, (slice(None),) if self.policy.sequential else ()
-        for start, end in bounds(samples[VALUE].shape[len(before)], self.cfg.num_minibatches):
-            place = (*before, slice(start, end))
+        rows = torch.arange(self._num_rows, device=self.stats.device)
+        for place in ((*before, part) for part in rows.tensor_split(self.cfg.num_minibatches)):
             part = {name: value[place] for name, value in samples.items()}
-            samples[ANCHOR_LOG_PROB][place].copy_(self._log_prob(part))
+            samples[ANCHOR_LOG_PROB][place] = self._log_prob(part)
         if BEHAVIOUR_WEIGHT in samples:
             ratio = (samples[ANCHOR_LOG_PROB] - samples[SAMPLE_LOG_PROB]).exp()
             samples[BEHAVIOUR_WEIGHT].copy_(ratio.clamp(max=MAX_BEHAVIOUR_WEIGHT))

@@ -16,7 +16,7 @@ from torch import Tensor
 from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, AlgorithmConfig, BaseAlgorithm, checker
 from apexrl.algorithms.bc import BCConfig
 from apexrl.algorithms.collapse import CollapseGuard
-from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, bounds, linear_rate
+from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.algorithms.terms import Imitation, Term
 from apexrl.core.errors import ConfigError
@@ -425,13 +425,13 @@ class RLOO(BaseAlgorithm):
         self.policy.train()
         for _ in range(cfg.num_epochs):
             order = torch.randperm(count, device=samples[ADVANTAGE].device)
-            for start, end in bounds(count, num_parts):
+            for rows in order.tensor_split(num_parts):
                 num_steps = self._num_steps + self.stats.num_taken
                 warm = ((num_steps + 1.0) / max(1, cfg.warmup_steps)).clamp(max=1.0)
                 self.optimizer.learning_rate.copy_(self._rate * warm)
-                minibatch = dict(samples[order[start:end]].items())
+                minibatch = dict(samples[rows].items())
                 # This process may have fewer samples than others have minibatches.
-                self.gradient_step(minibatch if end > start else None, weight=end - start)
+                self.gradient_step(minibatch if len(rows) else None, weight=len(rows))
         self.policy.eval()
         self._num_steps += self.stats.num_taken
 

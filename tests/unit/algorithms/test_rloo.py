@@ -345,7 +345,7 @@ def test_what_is_not_finite_changes_nothing_and_is_reported() -> None:
     assert metrics["nonfinite"].item() == 1.0
     assert weights(algorithm).isfinite().all()
     with refused(DivergenceError, "'sample_log_prob'"):
-        algorithm.raise_if_diverged({"nonfinite": 1.0}, batch)
+        algorithm.raise_diverged(batch)
     algorithm, batch = setup(num_minibatches=1)
     batch["sample_log_prob"][place[0], place[1]] = torch.nan
     algorithm.update(batch)

@@ -201,11 +201,6 @@ def any_rank(flag: Tensor) -> Tensor:
     return flag if world_size() == 1 else all_gather(flag.reshape(1).byte()).bool().any()
 
 
-def all_reduce_sum(number: int) -> int:
-    """Sum a number over the processes."""
-    return sum(all_gather_object(number))
-
-
 def all_reduce_max(number: int) -> int:
     """Return the largest of the processes' numbers."""
     return max(all_gather_object(number))
