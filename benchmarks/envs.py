@@ -19,7 +19,8 @@ import numpy as np
 import report
 import torch
 
-from apexrl.envs import MujocoVecEnv, make_env
+from apexrl.envs import GymVecEnv, MujocoVecEnv, make_env
+from apexrl.envs.adapters.gymnasium import gym_make_fns
 
 MUJOCO_TASKS = ("HalfCheetah-v5", "Ant-v5", "Humanoid-v5")
 TENSOR_TASKS = ("cartpole", "pendulum", "lift")
@@ -63,7 +64,7 @@ def ours(env: Any) -> Stepper:
 
 WAYS: dict[str, Callable[[str, int], Stepper]] = {
     "gymnasium sync": gymnasium_sync,
-    "GymVecEnv": lambda task, n: ours(make_env(task, n)),
+    "GymVecEnv": lambda task, n: ours(GymVecEnv(gym_make_fns(task, n))),
     "MujocoVecEnv, 1 thread": lambda task, n: ours(MujocoVecEnv(task, n, num_threads=1)),
     "MujocoVecEnv, 2 threads": lambda task, n: ours(MujocoVecEnv(task, n, num_threads=2)),
 }

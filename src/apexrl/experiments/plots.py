@@ -30,7 +30,7 @@ def plot_runs(run_dirs: Sequence[Path], path: Path, tell: Callable[[str], None])
     panels = [panel for panel in _PANELS if any(run.has(panel) for run in runs)]
     if not panels:
         raise RunDirError(f"Nothing to draw yet in {', '.join(map(str, run_dirs))}: no episode has ended.")
-    figure, axes = _subplots(1, len(panels), figsize=(4.6 * len(panels), 3.6), squeeze=False)
+    figure, axes = _subplots(1, len(panels), (4.6 * len(panels), 3.6))
     for axis, panel in zip(axes[0], panels, strict=True):
         for index, run in enumerate(runs):
             run.draw(axis, panel, f"C{index}")
@@ -89,7 +89,7 @@ def plot_tasks(tasks: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
     """Draw the success rate of each task with its interval, as bars."""
     rates = [Estimate(*(100 * rate for rate in (task["success_rate"], *task["interval"]))) for task in tasks.values()]
     means, bars = [rate.mean for rate in rates], error_bars(rates)
-    figure, axis = _subplots(figsize=(6.5, 1.2 + 0.34 * len(tasks)))
+    figure, ((axis,),) = _subplots(1, 1, (6.5, 1.2 + 0.34 * len(tasks)))
     axis.barh(list(tasks), means, xerr=bars, color="C0", alpha=0.8, error_kw={"capsize": 2, "elinewidth": 1})
     axis.invert_yaxis()
     axis.set(xlim=(0, 101), xlabel="success, % (95 % interval)")
@@ -106,7 +106,7 @@ def plot_sweep(
     count = 1 + len(names) + bool(importance)
     columns = min(3, count)
     rows = -(-count // columns)
-    figure, grid = _subplots(rows, columns, figsize=(4.6 * columns, 3.4 * rows), squeeze=False)
+    figure, grid = _subplots(rows, columns, (4.6 * columns, 3.4 * rows))
     axes = list(grid.flat)
     for axis in axes[count:]:
         axis.set_visible(False)
@@ -139,22 +139,17 @@ def _coordinate(value: Any) -> Any:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def _subplots(*shape: int, **options: Any) -> tuple[Any, Any]:
-    import matplotlib as mpl
+def _subplots(rows: int, columns: int, figsize: tuple[float, float]) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # pyplot, which knows screens, takes twice as long to import
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt.subplots(*shape, **options)
+    figure = Figure(figsize=figsize)
+    return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 def _save(figure: Any, path: Path) -> Path:
-    from matplotlib import pyplot as plt
-
     figure.tight_layout()
     with files.replacing(path) as file:
         figure.savefig(file, dpi=130, format=path.suffix.lstrip("."))
-    plt.close(figure)
     return path
 
 

@@ -14,7 +14,8 @@ import sys
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,16 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-CODE_FORMAT = 2
+CODE_FORMAT = 3
 """Of what lies in the cache; another one finds nothing of this."""
 OPTIONS: dict[str, Any] = {
     "fallback_random": True,  # the random numbers of eager code
     "cpp.use_decompose_tanh": True,  # exact tanh takes as long as the matrix products of a small network
-    "cpp.vec_isa_ok": True,  # PyTorch asks the processor; asking the compiler as well takes seconds
     # Code that calls kernels; the kernels themselves are optimised.
     "aot_inductor.compile_wrapper_opt_level": "O0",
     "aot_inductor.precompile_headers": False,
+    "aot_inductor.package": True,
+    "use_joint_graph_passes": False,  # they look for attention
 }
 
 
@@ -186,14 +188,41 @@ def compile_function(function: Callable[..., Any], arguments: Sequence[Any]) -> 
 
 def _build(traced: Traced, directory: Path) -> Path:
     import torch._inductor
+    from torch._inductor.package.package import package_aoti
 
     # Laid out in memory as the inputs are: a clone of a slice would not be, and the code would read other elements.
     examples = tuple(clone_preserve_strides(x.detach()) for x in traced.inputs)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _quick_compiler(directory):
         warnings.simplefilter("ignore")
-        program = torch.export.export(traced.module, examples)
-        path = str(directory / "code.pt2")
-        return Path(torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=OPTIONS))
+        files: Any = torch._inductor.aot_compile(traced.module, examples, options=OPTIONS)
+        package_aoti(str(directory / "code.pt2"), files)
+    return directory / "code.pt2"
+
+
+@contextlib.contextmanager
+def _quick_compiler(directory: Path) -> Iterator[None]:
+    """Let PyTorch compile its two source files at once, and believe what the processor says of its instructions."""
+    from unittest.mock import patch
+
+    from torch._inductor import cpp_builder, cpu_vec_isa
+
+    compile_one, started = cpp_builder._run_compile_cmd, list[Future[None]]()
+
+    def compile_aside(command: str, cwd: str) -> None:
+        if " -c " in command and ".cpp " in command:  # whose working directory is gone before the compiler ends
+            started.append(pool.submit(compile_one, command, str(directory)))
+            return
+        if " -c " not in command:  # linking
+            for running in started:
+                running.result()
+        compile_one(command, cwd)
+
+    with (
+        ThreadPoolExecutor() as pool,
+        patch.object(cpp_builder, "_run_compile_cmd", compile_aside),
+        patch.object(cpu_vec_isa.VecISA, "check_build", lambda *_: True),
+    ):
+        yield
 
 
 def _load(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:

@@ -64,6 +64,7 @@ class MujocoVecEnv(VecEnv):
         randomize: called with a copy of the model and a generator for each environment when it is made, to change
             masses, friction, motor strength and the like.
         randomize_seed: environment ``i`` gets the generator ``np.random.default_rng([randomize_seed, i])``.
+        seed: of the episodes until a reset has one; drawn from PyTorch's generator when not given.
         **options: of the named task; those of Gymnasium's are as ``gymnasium.make`` takes them.
 
     Raises:
@@ -85,6 +86,7 @@ class MujocoVecEnv(VecEnv):
         models: Sequence[Any] | None = None,
         randomize: Callable[[Any, np.random.Generator], None] | None = None,
         randomize_seed: int = 0,
+        seed: int | None = None,
         **options: Any,
     ) -> None:
         self._mujoco = _load_mujoco()
@@ -106,7 +108,8 @@ class MujocoVecEnv(VecEnv):
         self._make_spaces_and_buffers()
         self._elapsed = np.zeros(num_envs, np.int64)
         # Two environments differ from each other, yet both follow from torch.manual_seed.
-        self._generators = _generators(spawn_seeds(int(torch.randint(2**31, ())), num_envs))
+        seed = int(torch.randint(2**31, ())) if seed is None else seed
+        self._generators = _generators(spawn_seeds(seed, num_envs))
         self._was_reset = False
         self._options: dict[str, Any] = {"num_threads": num_threads, "max_episode_steps": max_episode_steps}
         wanted = self._useful_threads() if num_threads is None else max(num_threads, 1)

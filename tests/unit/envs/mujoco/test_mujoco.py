@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import gc
 import io
 import sys
@@ -9,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -16,8 +19,10 @@ from tests.refusals import refused
 from torch import Tensor
 
 from apexrl.core.errors import ConfigError, EnvError, EnvStateError
+from apexrl.core.metrics import MetricSpec
 from apexrl.core.types import EnvStep
-from apexrl.envs import MujocoVecEnv, VecEnv, check_env, make_env
+from apexrl.envs import GymVecEnv, MujocoVecEnv, VecEnv, check_env, make_env
+from apexrl.envs.adapters.gymnasium import gym_make_fns
 from apexrl.envs.mujoco.simulation import Threads
 from apexrl.envs.mujoco.tasks import Ant, Fields, MujocoTask, NumpyArray, Outcome, Parts
 
@@ -79,7 +84,7 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_is_gymnasiums_to_the_last_bit_over_many_episodes(task: str) -> None:
-    theirs: Any = make_env(task, 3, max_episode_steps=40)
+    theirs: Any = GymVecEnv(gym_make_fns(task, 3, max_episode_steps=40))
     ours = MujocoVecEnv(task, 3, max_episode_steps=40, num_threads=2)
     assert ours.observation_space == theirs.observation_space
     assert ours.action_space == theirs.action_space
@@ -100,7 +105,7 @@ def test_a_task_is_gymnasiums_to_the_last_bit_over_many_episodes(task: str) -> N
 
 @pytest.mark.parametrize("task", TASKS)
 def test_options_mean_what_they_mean_in_gymnasium(task: str) -> None:
-    theirs = make_env(task, 2, **OTHER_OPTIONS[task])
+    theirs = GymVecEnv(gym_make_fns(task, 2, **OTHER_OPTIONS[task]))
     ours = MujocoVecEnv(task, 2, **OTHER_OPTIONS[task])
     default = MujocoVecEnv(task, 2)
     traces = []
@@ -324,11 +329,51 @@ def test_without_a_seed_episodes_follow_from_the_seed_of_torch() -> None:
 def test_make_env_knows_the_tasks_by_name() -> None:
     env = make_env("mujoco/Hopper-v5", 2, num_threads=1, healthy_reward=2.0)
     assert isinstance(env, MujocoVecEnv)
-    assert not isinstance(make_env("Hopper-v5", 1), MujocoVecEnv)
     with refused(EnvError, "mujoco/HalfCheeta-v5", "mujoco/HalfCheetah-v5"):
         make_env("mujoco/HalfCheeta-v5")
     with refused(EnvError, "mujoco/Hopper-v5", "num_workers"):
         make_env("mujoco/Hopper-v5", 2, num_workers=2)
+
+
+def test_gymnasiums_tasks_are_simulated_here_unless_they_are_asked_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = make_env("Hopper-v5", 2, max_episode_steps=30, healthy_reward=2.0, num_threads=1)
+    assert isinstance(ours, MujocoVecEnv)
+    assert ours.made_from == {
+        "id": "Hopper-v5",
+        "kwargs": {"max_episode_steps": 30, "healthy_reward": 2.0, "num_threads": 1},
+        "metrics": {},
+    }
+    more: list[dict[str, Any]] = [
+        {"num_workers": 1},
+        {"metrics": [MetricSpec("x_position", "last")]},
+        {"render_mode": "rgb_array"},
+    ]
+    for options in more:
+        with contextlib.closing(make_env("Hopper-v5", 1, **options)) as env:
+            assert isinstance(env, GymVecEnv), options
+    registered = gym.spec("Hopper-v5")
+    for change in ({"max_episode_steps": 30}, {"kwargs": {"frame_skip": 2}}, {"entry_point": "own_envs:Hopper"}):
+        monkeypatch.setitem(gym.registry, "Hopper-v5", dataclasses.replace(registered, **change))
+        if "entry_point" in change:
+            with refused(EnvError, "own_envs"):
+                make_env("Hopper-v5")
+        else:
+            assert isinstance(make_env("Hopper-v5"), GymVecEnv), change
+
+
+def test_environments_that_nobody_seeded_differ_and_leave_the_random_numbers_alone() -> None:
+    torch.manual_seed(0)
+    envs = [make_env("Hopper-v5", 2) for _ in range(2)]
+    drawn = torch.rand(1)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(1))  # policies that are created next begin as they would elsewhere
+    first, second = (env.reset() for env in envs)
+    assert isinstance(first, Tensor)
+    assert isinstance(second, Tensor)
+    assert not torch.equal(first, second)
+    torch.manual_seed(0)
+    starts = [MujocoVecEnv("Hopper-v5", 2, seed=3).reset() for _ in range(2)]
+    assert torch.equal(*starts)
 
 
 def test_wrong_arguments_are_explained() -> None:
