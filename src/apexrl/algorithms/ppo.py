@@ -357,12 +357,13 @@ class PPO(BaseAlgorithm):
     def _begin_shape(self, rollout: TensorDict) -> None:
         """Check the first rollout of a shape, and leave what was captured for another."""
         self.check_batch(rollout)
-        self._num_rows = rollout.shape[1] if self.policy.sequential else rollout.numel()
-        if self.cfg.num_minibatches > self._num_rows:
-            parts = f"{self._num_rows} {'sequences (one an environment)' if self.policy.sequential else 'samples'}"
+        count = rollout.shape[1] if self.policy.sequential else rollout.numel()
+        if self.cfg.num_minibatches > count:
+            parts = "sequences (one per environment)" if self.policy.sequential else "samples"
             raise ConfigError(
-                f"algo.num_minibatches is {self.cfg.num_minibatches}, but the rollout has {parts}; lower it."
+                f"algo.num_minibatches is {self.cfg.num_minibatches}, but the rollout has {count} {parts}; lower it."
             )
+        self._num_rows = count
         if self._samples:
             self._wrap()
 

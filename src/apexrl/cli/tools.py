@@ -26,7 +26,7 @@ def run_list(options: argparse.Namespace, overrides: Overrides) -> int:
         print(f"  {name:18} {(task.__doc__ or '').splitlines()[0]}")
     for name in [name for name in MUJOCO_TASKS if name not in GYMNASIUM_TASKS]:
         print(f"  {f'mujoco/{name}':18} {(MUJOCO_TASKS[name].__doc__ or '').splitlines()[0]}")
-    print(f"  {'mujoco/NAME':18} Gymnasium's {', '.join(GYMNASIUM_TASKS)}, faster and with threads.")
+    print(f"  {', '.join(GYMNASIUM_TASKS)}: simulated in threads, with Gymnasium's numbers.")
     print("Tasks of other simulators, where they are installed (docs/simulators.md):")
     print(f"  {', '.join(f'{name}/NAME' for name in SIMULATORS)}")
     print("Suites of tasks (--task.benchmark_name NAME, for rloo and bc):")
