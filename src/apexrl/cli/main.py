@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import sys
@@ -62,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("apexrl: interrupted.", file=sys.stderr)
         return 130
+    finally:
+        if arguments is None:  # the process ends, and need not search what was imported for garbage, which takes a second
+            gc.freeze()
 
 
 @contextmanager
