@@ -121,8 +121,17 @@ def new_episodes(env: VecEnv, policy: Policy, obs: Observation) -> RunningEpisod
 
     Where the environment cannot reset, they may have begun before, and their ends are not counted.
     """
-    unfinished = {} if env.can_reset else begun_before(env.num_envs, env.device)
+    unfinished = {} if env.can_reset else begun_before(torch.ones(env.num_envs, dtype=torch.bool, device=env.device))
     return RunningEpisodes({OBSERVATION: obs.clone(), **initial_state(policy, env)}, unfinished)
+
+
+def found_episodes(env: VecEnv, policy: Policy) -> RunningEpisodes | None:
+    """Return the episodes that run in a simulator which others have stepped or reset by its own methods; else None."""
+    found = env.find_moved()
+    if found is None:
+        return None
+    obs, has_begun = found
+    return RunningEpisodes({OBSERVATION: obs.clone(), **initial_state(policy, env)}, begun_before(has_begun))
 
 
 def continued(running: RunningEpisodes, env: VecEnv, policy: Policy) -> RunningEpisodes:

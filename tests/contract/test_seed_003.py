@@ -558,11 +558,12 @@ def test_the_async_collector_serves_vla_models() -> None:
     policy = VLAPolicy.for_env(env, chunk=5, width=32, depth=1, heads=2)
     algorithm = RLOO(policy=policy, cfg=RLOOConfig(num_epochs=1))
     device = torch.device("cpu")
-    collector = AsyncCollector(
-        env=env,
-        policy=policy,
-        device=device,
-    )
+    with pytest.warns(UserWarning, match=r"RolloutGenerator\.from_config"):
+        collector = AsyncCollector(
+            env=env,
+            policy=policy,
+            device=device,
+        )
     for _ in range(2):
         rollout = collector.collect(n_steps=8)
         assert {"group", "valid", "policy_version"} <= set(rollout.keys())

@@ -61,6 +61,11 @@ def checkpoint_name(iteration: int) -> str:
     return f"iteration_{iteration:06d}.pt"
 
 
+def is_numbered(path: Path) -> bool:
+    """Whether a file has the name of a checkpoint after some iteration."""
+    return _NUMBERED.fullmatch(path.name) is not None
+
+
 def save(path: Path, content: Mapping[str, Any]) -> None:
     """Write a checkpoint; a kill leaves the old file or the new one.
 
@@ -188,7 +193,7 @@ def _advice(path: Path) -> str:
     others = [other for other in numbered(path.parent) if other != path]
     if others:
         return f"Use another one, such as {others[-1]}."
-    return _advice_without(path.parent) if _NUMBERED.fullmatch(path.name) else "Use another one."
+    return _advice_without(path.parent) if is_numbered(path) else "Use another one."
 
 
 def _advice_without(directory: Path) -> str:

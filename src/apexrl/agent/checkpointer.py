@@ -13,7 +13,7 @@ from apexrl.agent.directories import RunDirectories
 from apexrl.agent.schedule import Counters, TrainingConfig, env_seed
 from apexrl.algorithms.base import BaseAlgorithm
 from apexrl.collectors.base import BaseCollector
-from apexrl.core.errors import EnvStateError
+from apexrl.core.errors import ConfigError, EnvStateError
 from apexrl.core.system import distributed
 from apexrl.envs import VecEnv
 from apexrl.policies.base import Policy
@@ -93,8 +93,18 @@ class Checkpointer:
                 old.unlink(missing_ok=True)
 
     def save_as(self, name: str | Path | None = None) -> Path:
-        """Save a checkpoint that is never deleted; a relative name lies in ``save_dir``."""
-        name = name or checkpoint.checkpoint_name(self.counters.iteration)
+        """Save a checkpoint that is never deleted; a relative name lies in ``save_dir``.
+
+        Raises:
+            ConfigError: for the name of another iteration's numbered checkpoint.
+        """
+        own_name = checkpoint.checkpoint_name(self.counters.iteration)
+        name = name or own_name
+        if checkpoint.is_numbered(Path(name)) and Path(name).name != own_name:
+            raise ConfigError(
+                f"The name {Path(name).name} belongs to the checkpoint of another iteration than "
+                f"{self.counters.iteration}; choose another name, or leave it out."
+            )
         if not Path(name).is_absolute():
             self.directories.prepare(self.counters.iteration)
         path = self.directories.checkpoint_path(name)

@@ -130,6 +130,8 @@ class OnPolicyRunner(Trainer):
             "eval_episodes": eval_episodes,
             "keep_checkpoints": keep_checkpoints,
         }
+        if not isinstance(training, TrainingConfig | None):
+            raise ConfigError(f"training must be a TrainingConfig, got {type(training).__name__}.")
         if training is not None:
             options = inspect.signature(OnPolicyRunner).parameters
             both = [name for name, value in schedule.items() if value != options[name].default]
@@ -316,10 +318,11 @@ def _running_episodes(env: VecEnv, policy: Policy, obs: Observation | Mapping[st
     if obs is None:
         obs = env.reset()
     running = env.running
-    if running is not None and obs is running.handed_out:
+    was_moved = running is not None and env.find_moved() is not None
+    if running is not None and not was_moved and obs is running.handed_out:
         return continued(running, env, policy)
     obs = _observation(obs, env.num_envs)
-    if running is None or _may_have_reset(env):
+    if running is None or was_moved or _may_have_reset(env):
         return new_episodes(env, policy, obs.to(env.device))
     return continued(running, env, policy)
 

@@ -211,8 +211,8 @@ class Trainer:
         slow iteration. Of several processes that learn together, all call this.
         """
         target = self.cfg.total_timesteps if total_timesteps is None else total_timesteps
-        if target < 0:
-            raise ConfigError(f"total_timesteps must not be negative, got {target}.")
+        if not target >= 0:
+            raise ConfigError(f"total_timesteps must be a number that is not negative, got {target}.")
         if target == 0:
             return
         fire, watch = self._fire, self._watch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from tensordict import TensorDict
@@ -32,6 +32,7 @@ MAX_BEHAVIOUR_WEIGHT = 2.0
 """Most that a sample of older weights counts for being likelier under the policy at the start of the update."""
 
 
+Options = TypeVar("Options", bound="AlgorithmConfig")
 Source = Literal["steps", "groups", "demonstrations"]
 """What batches are made of: steps of running episodes, groups of whole episodes that start alike, demonstrations."""
 
@@ -174,7 +175,7 @@ class BaseAlgorithm(ABC):
             name = type(self).__name__
             raise KeyError(
                 f"{name}.update needs {sorted(missing)}; the batch has {sorted(batch.keys())}. "
-                f"Collect with keep={name}.required_keys."
+                f"Collect with keep={name}.required_keys; a collector of your own must add them to its batch."
             )
 
     def raise_diverged(self, batch: TensorDict) -> None:
@@ -224,6 +225,13 @@ def check_source(algorithm: str, env: Any, policy: Policy | None) -> None:
             f"{algorithm} needs a Policy, got {type(policy).__name__}; give networks of your own as actor_class and "
             "critic_class, or write a subclass of Policy."
         )
+
+
+def own_config(cfg: Any, kind: type[Options]) -> Options:
+    """Return the options of an algorithm, the defaults when none are given; refuse those of another algorithm."""
+    if not isinstance(cfg, kind | None):
+        raise ConfigError(f"cfg must be a {kind.__name__}, got a {type(cfg).__name__}.")
+    return kind() if cfg is None else cfg
 
 
 def find_device() -> torch.device:

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm, checker
+from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm, checker, own_config
 from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.algorithms.terms.imitation import imitation_loss, squared_error
@@ -155,7 +155,7 @@ class BC(BaseAlgorithm):
     def __init__(
         self, *, policy: Policy, cfg: BCConfig | None = None, acceleration: Acceleration | None = None
     ) -> None:
-        self.cfg = cfg = cfg or BCConfig()
+        self.cfg = cfg = own_config(cfg, BCConfig)
         super().__init__(policy, num_steps=1)
         self.acceleration = acceleration or Acceleration()
         trained = [(name, p) for name, p in policy.named_parameters() if not name.startswith("critic.")]

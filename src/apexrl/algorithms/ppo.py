@@ -19,6 +19,7 @@ from apexrl.algorithms.base import (
     check_source,
     checker,
     find_device,
+    own_config,
 )
 from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate, minibatches
 from apexrl.algorithms.optimizer import FlatAdam
@@ -231,7 +232,7 @@ class PPO(BaseAlgorithm):
             device = device or find_device()
         if device is not None:
             policy.to(device)
-        self.cfg = cfg or PPOConfig()
+        self.cfg = own_config(cfg, PPOConfig)
         super().__init__(policy, self.cfg.num_steps)
         self.reward_scaler = RewardScaler(self.cfg.gamma).to(policy.device) if self.cfg.normalize_reward else None
         self.acceleration = acceleration or Acceleration()

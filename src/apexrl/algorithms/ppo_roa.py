@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from apexrl.algorithms.base import own_config
 from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, minibatches
 from apexrl.algorithms.optimizer import FlatAdam, flatten
 from apexrl.algorithms.ppo import PPO, PPOConfig
@@ -122,7 +123,7 @@ class PPOROA(PPO):
     ) -> None:
         if not isinstance(policy, ROAPolicy):
             raise ConfigError(f"PPOROA trains a ROAPolicy, got {type(policy).__name__}; use ROAPolicy.for_env(env).")
-        self.roa_cfg = cfg or PPOROAConfig()
+        self.roa_cfg = own_config(cfg, PPOROAConfig)
         self.roa: ROAPolicy = policy
         self.phase: Phase = "train"
         super().__init__(policy=policy, cfg=self.roa_cfg, acceleration=acceleration)

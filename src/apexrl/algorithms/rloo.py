@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, AlgorithmConfig, BaseAlgorithm, checker
+from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, AlgorithmConfig, BaseAlgorithm, checker, own_config
 from apexrl.algorithms.bc import BCConfig
 from apexrl.algorithms.collapse import CollapseGuard
 from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate
@@ -262,7 +262,7 @@ class RLOO(BaseAlgorithm):
     def __init__(
         self, *, policy: Policy, cfg: RLOOConfig | None = None, acceleration: Acceleration | None = None
     ) -> None:
-        self.cfg = cfg = cfg or RLOOConfig()
+        self.cfg = cfg = own_config(cfg, RLOOConfig)
         super().__init__(policy, cfg.num_groups)
         self.acceleration = acceleration or Acceleration()
         self.reference = copy.deepcopy(policy).eval().requires_grad_(False) if cfg.kl_coef > 0 else None

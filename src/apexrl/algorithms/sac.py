@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm, check_source, checker, find_device
+from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm, check_source, checker, find_device, own_config
 from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate
 from apexrl.algorithms.optimizer import FlatAdam, flatten
 from apexrl.algorithms.replay import ReplayBuffer
@@ -163,7 +163,7 @@ class SAC(BaseAlgorithm):
             raise ConfigError(
                 f"SAC trains a SACPolicy, got {type(policy).__name__}; use SACPolicy.for_env(env), or train with PPO."
             )
-        self.cfg = cfg = cfg or SACConfig()
+        self.cfg = cfg = own_config(cfg, SACConfig)
         if policy is None:
             policy = SACPolicy.for_env(
                 as_vec_env(env),

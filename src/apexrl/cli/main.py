@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("apexrl: interrupted.", file=sys.stderr)
         return 130
     finally:
-        if arguments is None:  # the process ends, and need not search what was imported for garbage, which takes a second
+        if arguments is None:  # a last search for garbage in all that was imported takes most of a second
             gc.freeze()
 
 

@@ -6,6 +6,7 @@ import copy
 import math
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -93,6 +94,11 @@ class AsyncCollector(BaseCollector):
         wants_steps = keep is not None and VALUE in keep
         if generator is None and self.env.suite is not None and not wants_steps:
             suite_env: Any = self.env
+            warnings.warn(
+                "AsyncCollector collects groups with the defaults of RolloutGenerator; for those of an RLOOConfig "
+                "give it generator=RolloutGenerator.from_config(SuiteRunner(env, policy), cfg).",
+                stacklevel=2,
+            )
             generator = RolloutGenerator(SuiteRunner(suite_env, acting), keep=keep, seed=seed or 0)
         if generator is None:
             eager = replace(acceleration or Acceleration(), graphs=False, compile=False)

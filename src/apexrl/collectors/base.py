@@ -20,7 +20,7 @@ from apexrl.core.types import DONE, METRIC, NEXT_OBSERVATION, NEXT_VALUE, PRE_TA
 from apexrl.envs import as_vec_env
 from apexrl.envs.base import RunningEpisodes
 from apexrl.policies.base import Policy
-from apexrl.rollout import continued, make_actor, new_episodes, rollout
+from apexrl.rollout import continued, found_episodes, make_actor, new_episodes, rollout
 
 
 class Collected(NamedTuple):
@@ -157,6 +157,8 @@ class SyncCollector(BaseCollector):
         On CUDA, where the environment allows it, the whole rollout is one graph, and the next call overwrites the
         tensors of the batch.
         """
+        if not reset and self._running is not None and (found := found_episodes(self.env, self.policy)) is not None:
+            self._continue(found)
         if reset or self.carry is None:
             self.start()
         self.policy.eval()

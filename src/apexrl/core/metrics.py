@@ -181,9 +181,9 @@ class EpisodeMetrics(Mapping[str, NDArray[np.float64]]):
         self.specs = {name: MetricSpec(**values) for name, values in state["specs"].items()}
 
 
-def begun_before(num_envs: int, device: torch.device) -> dict[str, Tensor]:
-    """Return ``EpisodeMetrics.unfinished`` of episodes whose first steps nobody counted: they are left out."""
-    return {"episode_len": torch.full((num_envs,), torch.nan, dtype=torch.double, device=device)}
+def begun_before(has_begun: Tensor) -> dict[str, Tensor]:
+    """Return ``EpisodeMetrics.unfinished``; episodes ``[N]`` with steps that nobody counted are left out."""
+    return {"episode_len": torch.where(has_begun, torch.nan, 0.0).double()}
 
 
 class _Segments:

@@ -59,8 +59,11 @@ class EvaluationResult(float):
         """Episodes evaluated, without those that were lost."""
         return len(self.episodes["return"])
 
-    def mean(self, name: str) -> float:
-        """Mean of an episode field over the episodes that reported it; NaN when none did."""
+    def mean(self, name: str = "return", *, axis: None = None, dtype: None = None, out: None = None) -> float:
+        """Mean of an episode field over the episodes that reported it; NaN when none did.
+
+        The other arguments are those with which ``np.mean(result)`` calls it.
+        """
         return _mean(self.episodes[name])
 
     def interval(self, name: str) -> tuple[float, float]:

@@ -251,6 +251,14 @@ class VecEnv(ABC):
         td["next", OBSERVATION] = successor
         return td.clone(), {OBSERVATION: step.obs}
 
+    def find_moved(self) -> tuple[Observation, Tensor] | None:
+        """Return where a simulator stands that was stepped or reset by its own methods since ``running`` was set.
+
+        Returns:
+            The observation, and which episodes have steps behind them, ``[N]`` bool; None where nobody moved it.
+        """
+        return None
+
     def accelerate(self, acceleration: Acceleration) -> None:
         """Make ``step`` faster, where the environment knows a way that changes no number but for rounding."""
         return

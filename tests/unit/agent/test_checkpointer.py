@@ -12,7 +12,7 @@ from tests.scripted import ScriptedEnv
 from tests.unit.agent.test_trainer import make_trainer, names, scripted, training_numbers
 
 from apexrl.agent import Trainer, TrainingConfig, checkpoint
-from apexrl.core.errors import CheckpointError
+from apexrl.core.errors import CheckpointError, ConfigError
 from apexrl.envs import make_env
 
 
@@ -84,6 +84,16 @@ def test_a_checkpoint_by_name_does_not_put_off_the_next_one_on_schedule(tmp_path
     trainer.add_callback("pre_iteration", lambda _: trainer.save_checkpoint("best.pt"))
     minutes(trainer, 6, 11, 12)
     assert names(tmp_path) == ["best.pt", *(checkpoint.checkpoint_name(number) for number in (2, 3))]
+
+
+def test_a_checkpoint_by_name_does_not_take_the_name_of_another_iteration(tmp_path: Path) -> None:
+    trainer, _ = make_trainer(scripted(), TrainingConfig(save_interval=5), save_dir=tmp_path)
+    trainer.learn(16)
+    for name in (checkpoint.checkpoint_name(5), str(tmp_path / "elsewhere" / checkpoint.checkpoint_name(900))):
+        with refused(ConfigError, Path(name).name, "iteration than 2"):
+            trainer.save_checkpoint(name)
+    assert trainer.save_checkpoint(checkpoint.checkpoint_name(2)) == trainer.save_checkpoint()
+    assert names(tmp_path) == [checkpoint.checkpoint_name(2)]
 
 
 def test_a_save_measures_how_long_it_takes_and_says_while_it_lasts(

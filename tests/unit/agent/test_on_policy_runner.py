@@ -376,3 +376,100 @@ def test_other_environments_must_fit_the_policy_too() -> None:
         OnPolicyRunner(continuous, eval_env=discrete, device="cpu")
     with pytest.raises(ConfigError):
         OnPolicyRunner(continuous, device="cpu").rollout(None, 5, envs=discrete)
+
+
+class CountingSteps(ResettableTwentySteps):
+    """With the counters that rsl_rl's simulators have; a reset may start anywhere in an episode."""
+
+    def __init__(self, starts: tuple[int, int, int] = (0, 0, 0)) -> None:
+        super().__init__()
+        self.starts = torch.tensor(starts)
+        self.reset()
+
+    @property
+    def episode_length_buf(self) -> Tensor:
+        return self.time
+
+    def reset(self) -> Tensor:
+        self.time = self.starts.clone()
+        return self.get_observations()
+
+
+class NoisySteps(ResettableTwentySteps):
+    """Shows another observation at every look."""
+
+    def get_observations(self) -> Tensor:
+        return self.time.unsqueeze(-1) + torch.rand(3, 1)
+
+
+def first_seen(runner: OnPolicyRunner, total_timesteps: int) -> list[float]:
+    """Learn, and return the observation that the first action of it was taken on."""
+    seen: list[list[float]] = []
+    policy: Any = runner.policy
+    act = policy.act
+
+    def spy(carry: Any, *options: Any) -> Any:
+        seen.append(carry["observation"].flatten().tolist())
+        return act(carry, *options)
+
+    policy.act = spy
+    runner.learn(total_timesteps)
+    policy.act = act
+    return seen[0]
+
+
+@pytest.mark.parametrize("kind", [CountingSteps, ResettableTwentySteps])
+def test_learning_notices_what_others_do_with_the_simulator_itself(kind: type[ResettableTwentySteps]) -> None:
+    simulator = kind()
+    runner = make_runner(simulator)
+    lengths: list[float] = []
+    runner.add_callback("post_iteration", lambda _, stats: lengths.append(stats.get("episode/mean_length", 20.0)))
+    runner.learn(2 * 24)
+    simulator.reset()
+    assert first_seen(runner, 4 * 24) == [0.0, 0.0, 0.0]
+    for _ in range(3):
+        simulator.step(torch.zeros(3, 1))
+    now = simulator.get_observations().flatten().tolist()
+    assert first_seen(runner, 12 * 24) == now
+    assert set(lengths) == {20.0}
+
+
+def test_a_simulator_that_is_noisy_keeps_its_running_episodes() -> None:
+    runner = make_runner(NoisySteps())
+    lengths: list[float] = []
+    runner.add_callback("post_iteration", lambda _, stats: lengths.append(stats.get("episode/mean_length", 0.0)))
+    runner.learn(3 * 24)
+    assert lengths == [0.0, 0.0, 20.0]
+
+
+def test_a_reset_into_the_middle_of_episodes_begins_new_ones() -> None:
+    runner = make_runner(CountingSteps())
+    simulator = CountingSteps((0, 3, 5))
+    for _ in range(3):
+        runner.eval_episode_metrics.clear()
+        start = simulator.reset()
+        runner.rollout(start, 24, envs=simulator, policy_fn=still, collect_for_training=False)
+        assert runner.eval_episode_metrics["episode_len"].tolist() == [20.0, 17.0, 15.0]
+
+
+def test_a_rollout_begins_where_the_simulator_was_brought_by_hand() -> None:
+    runner = make_runner(CountingSteps())
+    simulator = CountingSteps()
+    runner.rollout(simulator.reset(), 3, envs=simulator, policy_fn=still, collect_for_training=False)
+    obs: Any = None
+    for _ in range(4):
+        obs, *_ = simulator.step(torch.zeros(3, 1))
+    seen: list[Tensor] = []
+
+    def watching(now: Tensor) -> Tensor:
+        seen.append(now.clone())
+        return torch.zeros(len(now), 1)
+
+    runner.rollout(obs, 2, envs=simulator, policy_fn=watching, collect_for_training=False)
+    assert torch.equal(seen[0], torch.full((3, 1), 7.0))
+
+
+def test_a_schedule_must_be_one() -> None:
+    schedule: Any = {"save_interval": 5}
+    with refused(ConfigError, "training", "TrainingConfig", "dict"):
+        OnPolicyRunner(ScriptedEnv([20], [True]), training=schedule, device="cpu")

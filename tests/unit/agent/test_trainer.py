@@ -229,6 +229,9 @@ def test_learning_for_no_steps_does_nothing_and_for_a_negative_number_is_an_erro
     assert (trainer.iteration, memory.lines, names(tmp_path)) == (0, [], [])
     with refused(ConfigError, "total_timesteps", -5):
         trainer.learn(-5)
+    not_a_number: Any = float("nan")
+    with refused(ConfigError, "total_timesteps", "nan"):
+        trainer.learn(not_a_number)
 
 
 @pytest.mark.parametrize("event", EVENTS)

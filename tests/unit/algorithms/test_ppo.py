@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from tests.refusals import refused
 from torch import Tensor
 
-from apexrl.algorithms import PPO, PPOROA, PPOConfig
+from apexrl.algorithms import BC, PPO, PPOROA, RLOO, SAC, PPOConfig, SACConfig
 from apexrl.algorithms.ppo import PPO_METRICS
 from apexrl.collectors import SyncCollector
 from apexrl.core.errors import ConfigError, DivergenceError
@@ -589,6 +589,21 @@ def test_a_policy_that_ppo_cannot_train_is_refused() -> None:
     wrong: Any = ActorCritic.for_env(env)
     with refused(ConfigError, "PPOROA", "ROAPolicy", "ActorCritic"):
         PPOROA(wrong)
+
+
+def test_the_options_of_another_algorithm_are_refused() -> None:
+    env = make_env("pendulum", 2)
+    ppo, sac = PPOConfig(), SACConfig()
+    wrong: Any = sac
+    with refused(ConfigError, "cfg", "PPOConfig", "SACConfig"):
+        PPO(env, wrong)
+    wrong = ppo
+    with refused(ConfigError, "cfg", "SACConfig", "PPOConfig"):
+        SAC(env, wrong)
+    with refused(ConfigError, "cfg", "RLOOConfig", "PPOConfig"):
+        RLOO(policy=ActorCritic.for_env(env), cfg=wrong)
+    with refused(ConfigError, "cfg", "BCConfig", "PPOConfig"):
+        BC(policy=ActorCritic.for_env(env), cfg=wrong)
 
 
 class Constant(Policy):

@@ -715,7 +715,8 @@ class SlowSuite(PointSuite):
 
 def test_groups_are_left_in_the_middle_when_the_collector_is_closed() -> None:
     env = SuiteVecEnv(SlowSuite(), 2, chunk=5, num_workers=0, max_steps=4000)  # an episode takes 20 s
-    collector = AsyncCollector(env, suite_policy(env))
+    generator = RolloutGenerator(SuiteRunner(env, policy := suite_policy(env)))
+    collector = AsyncCollector(env, policy, generator=generator)
     raised: list[BaseException] = []
 
     def collect() -> None:

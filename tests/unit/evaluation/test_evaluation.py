@@ -197,6 +197,7 @@ def test_a_result_is_its_mean_return_as_a_number() -> None:
     assert round(result, 1) == 2.0
     assert np.mean([result, 4.0]) == statistics.mean([result, 4.0]) == 3.0
     assert statistics.mean([result, result]) == 2.0
+    assert np.mean(result) == result.mean() == 2.0
     assert math.isclose(result, 2.0)
     assert f"{result:.1f}" == "2.0"
     assert json.dumps({"return": result}) == '{"return": 2.0}'

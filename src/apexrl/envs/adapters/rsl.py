@@ -31,9 +31,10 @@ from torch import Tensor
 
 from apexrl.core.errors import EnvError, EnvStateError
 from apexrl.core.metrics import RESERVED_NAMES, MetricSpec
-from apexrl.core.types import OBS_KEY, EnvStep, Observation
+from apexrl.core.observations import leaves
+from apexrl.core.types import OBS_KEY, OBSERVATION, EnvStep, Observation
 from apexrl.envs.adapters.simulators import space_of
-from apexrl.envs.base import VecEnv
+from apexrl.envs.base import RunningEpisodes, VecEnv
 
 _NEEDED = ("num_envs", "num_actions", "get_observations", "step")
 _WRAPPERS: WeakValueDictionary[int, RslVecEnv] = WeakValueDictionary()
@@ -77,6 +78,7 @@ class RslVecEnv(VecEnv):
         if missing:
             raise EnvError(f"RslVecEnv needs {list(_NEEDED)}; {type(simulator).__name__} lacks {missing}.")
         self.simulator = simulator
+        self.running = None
         self._make = make
         self.num_envs = int(simulator.num_envs)
         self.device = torch.device(getattr(simulator, "device", "cpu"))
@@ -91,6 +93,33 @@ class RslVecEnv(VecEnv):
         # Written in place, so that a captured step finds it where it left it.
         self._last = None if isinstance(obs, Tensor) else obs.clone()
         _WRAPPERS[id(simulator)] = self
+
+    @property
+    def running(self) -> RunningEpisodes | None:
+        """The running episodes, set by whoever stepped last through this wrapper."""
+        return self._running
+
+    @running.setter
+    def running(self, running: RunningEpisodes | None) -> None:
+        self._running = running
+        lengths = getattr(self.simulator, "episode_length_buf", None)
+        self._lengths = None if lengths is None or running is None else torch.as_tensor(lengths).clone()
+
+    def find_moved(self) -> tuple[Observation, Tensor] | None:
+        """Return where the simulator stands, if its ``episode_length_buf`` changed or, without one, what it shows."""
+        running, lengths = self._running, getattr(self.simulator, "episode_length_buf", None)
+        if running is None or self.capturable:
+            return None
+        if lengths is not None:
+            lengths = torch.as_tensor(lengths)
+            if self._lengths is None or torch.equal(lengths, self._lengths):
+                return None
+            return self._current(), (lengths > 0).to(self.device)
+        obs, again = self._current().clone(), self._current()
+        is_noisy = not _are_equal(obs, again)  # then it tells nothing
+        if is_noisy or _are_equal(obs, running.carry[OBSERVATION]):
+            return None
+        return again, torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
 
     def reset(self, seed: int | None = None) -> Observation:
         """Start a new episode everywhere, where the simulator can."""
@@ -216,6 +245,11 @@ class RslVecEnv(VecEnv):
             # A new dictionary, with the old specs first: another thread may be reading the old one.
             self.metric_specs = {**self.metric_specs, **new, **self.metric_specs}
         return {name: self._column(value, torch.float32) for name, value in parts.items()}
+
+
+def _are_equal(a: Observation, b: Observation) -> bool:
+    ours, theirs = leaves(a), leaves(b)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[path], theirs[path]) for path in ours)
 
 
 def _component_name(name: str, others: Mapping[str, Any]) -> str:
