@@ -90,10 +90,14 @@ class BaseAlgorithm(ABC):
     """What to change when a whole run took no optimizer step."""
 
     def __init__(self, policy: Policy, num_steps: int = 32) -> None:
-        self.policy = self.rollout_policy = policy
-        """``rollout_policy`` acts while training collects, and may be a view; evaluation always uses ``policy``."""
+        self.policy = policy
         self.num_steps = num_steps
         """Steps of each environment in one rollout."""
+
+    @property
+    def rollout_policy(self) -> Policy:
+        """What acts while training collects; evaluation always uses ``policy``."""
+        return self.policy
 
     @torch.no_grad()
     def get_action(self, obs: Observation, deterministic: bool = False) -> Tensor:

@@ -348,12 +348,14 @@ class PPO(BaseAlgorithm):
         elif is_captured:
             self.batch.update_(batch)
             return
-        self.batch = batch.clone() if is_captured else batch
+        batch = batch.clone() if is_captured else batch
         for name in computed:
-            self.batch[name] = torch.empty_like(batch[VALUE], memory_format=torch.contiguous_format)
+            batch[name] = torch.empty_like(batch[VALUE], memory_format=torch.contiguous_format)
         read_by_loss = [OBSERVATION, ACTION, SAMPLE_LOG_PROB, VALUE, *computed, *stored]
-        samples = self.batch.select(*read_by_loss, *([DONE] if self.policy.sequential else []))
+        samples = batch.select(*read_by_loss, *([DONE] if self.policy.sequential else []))
         self._samples = dict((samples if self.policy.sequential else samples.reshape(-1)).items())
+        self._num_rows = batch.shape[1] if self.policy.sequential else batch.numel()
+        self.batch = batch
 
     def _begin_shape(self, rollout: TensorDict) -> None:
         """Check the first rollout of a shape, and leave what was captured for another."""
@@ -364,7 +366,6 @@ class PPO(BaseAlgorithm):
             raise ConfigError(
                 f"algo.num_minibatches is {self.cfg.num_minibatches}, but the rollout has {count} {parts}; lower it."
             )
-        self._num_rows = count
         if self._samples:
             self._wrap()
 

@@ -229,7 +229,7 @@ class SyncCollector(BaseCollector):
     @torch.no_grad()
     def with_values(self, batch: TensorDict) -> TensorDict:
         """Do the second half: bring a batch of ``take_steps`` to the policy, and value its states where wanted."""
-        batch = batch.to(self._policy_device)
+        batch = batch.to(self.policy.device)
         if self.wants_value:
             batch[VALUE], batch[NEXT_VALUE] = self.policy.values(batch)
             if self.keep is not None and NEXT_OBSERVATION not in self.keep:
@@ -246,7 +246,6 @@ class SyncCollector(BaseCollector):
                 self._continue(self.env.running)
 
     def _make_actor(self) -> Actor:
-        self._policy_device = self.policy.device
         actor = make_actor(self.policy, self.env.device)
         if not self.acceleration.compile:
             return actor

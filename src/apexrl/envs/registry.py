@@ -114,6 +114,6 @@ def _is_known_to_mujoco(id: str, options: Mapping[str, Any]) -> bool:
         return False
     spec, task = gym.spec(id), GYMNASIUM_TASKS[id]
     is_changed = bool(spec.kwargs or spec.additional_wrappers) or spec.max_episode_steps != task.episode_steps
-    known = {"max_episode_steps", "num_threads", *(field.name for field in dataclasses.fields(task))}
+    known = {"max_episode_steps", *(field.name for field in dataclasses.fields(task))}
     is_own = str(spec.entry_point).startswith("gymnasium.envs.mujoco.") and not is_changed
-    return is_own and options.keys() <= known
+    return is_own and options.keys() <= known and options.get("max_episode_steps") != -1  # which means no limit there

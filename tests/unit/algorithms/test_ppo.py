@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from tests.refusals import refused
 from torch import Tensor
 
+from apexrl.agent import Trainer
 from apexrl.algorithms import BC, PPO, PPOROA, RLOO, SAC, PPOConfig, SACConfig
 from apexrl.algorithms.ppo import PPO_METRICS
 from apexrl.collectors import SyncCollector
@@ -625,3 +626,37 @@ def test_a_policy_without_parameters_acts_but_cannot_be_trained() -> None:
     assert evaluate(env, Constant(), 2).num_episodes == 2
     with refused(ConfigError, "gradient", "policy.freeze"):
         PPO(policy=Constant())
+
+
+def test_a_rollout_that_is_refused_changes_nothing_for_the_next() -> None:
+    results = []
+    for is_disturbed in (False, True):
+        algorithm, batch = setup(num_minibatches=4)
+        algorithm.update(batch)
+        if is_disturbed:
+            with refused(ConfigError, "algo.num_minibatches", 4):
+                algorithm.update(batch[:1, :2])
+            with pytest.raises(KeyError):
+                algorithm.update(batch.exclude("value"))
+        algorithm.update(batch)
+        results.append(weights(algorithm))
+    assert torch.equal(*results)
+
+
+class Explorer(PPO):
+    """Collects with another policy than it learns."""
+
+    explorer: Policy
+
+    @property
+    def rollout_policy(self) -> Policy:
+        return self.explorer
+
+
+def test_an_algorithm_of_ones_own_says_what_acts() -> None:
+    env = make_env("pendulum", 2)
+    algorithm = Explorer(env, PPOConfig(num_steps=4))
+    algorithm.explorer = ActorCritic.for_env(env)
+    trainer = Trainer(env, algorithm.policy, algorithm)
+    collector: Any = trainer.collector
+    assert collector.policy is algorithm.explorer

@@ -188,8 +188,10 @@ def compile_function(function: Callable[..., Any], arguments: Sequence[Any]) -> 
 
 def _build(traced: Traced, directory: Path) -> Path:
     import torch._inductor
+    from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.package.package import package_aoti
 
+    get_cpp_compiler()  # one exception where there is none; the steps below would log what they were doing
     # Laid out in memory as the inputs are: a clone of a slice would not be, and the code would read other elements.
     examples = tuple(clone_preserve_strides(x.detach()) for x in traced.inputs)
     with warnings.catch_warnings(), _quick_compiler(directory):

@@ -336,17 +336,18 @@ def test_make_env_knows_the_tasks_by_name() -> None:
 
 
 def test_gymnasiums_tasks_are_simulated_here_unless_they_are_asked_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = make_env("Hopper-v5", 2, max_episode_steps=30, healthy_reward=2.0, num_threads=1)
+    ours = make_env("Hopper-v5", 2, max_episode_steps=30, healthy_reward=2.0)
     assert isinstance(ours, MujocoVecEnv)
     assert ours.made_from == {
         "id": "Hopper-v5",
-        "kwargs": {"max_episode_steps": 30, "healthy_reward": 2.0, "num_threads": 1},
+        "kwargs": {"max_episode_steps": 30, "healthy_reward": 2.0},
         "metrics": {},
     }
     more: list[dict[str, Any]] = [
         {"num_workers": 1},
         {"metrics": [MetricSpec("x_position", "last")]},
         {"render_mode": "rgb_array"},
+        {"max_episode_steps": -1},
     ]
     for options in more:
         with contextlib.closing(make_env("Hopper-v5", 1, **options)) as env:
