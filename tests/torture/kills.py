@@ -18,11 +18,12 @@ from tests.torture.harness import Line, Outcome, Preparation, Report, TinyRun, e
 
 import apexrl.evaluation
 from apexrl.agent import checkpoint
+from apexrl.agent.signals import GRACE_VARIABLE
 from apexrl.core.system import files
 from apexrl.core.system.files import read_json_lines
 
 MOST_SECONDS = 5.0
-"""That SIGTERM may take."""
+"""That SIGTERM may take: of ordinary iterations, and where the grace period is two seconds."""
 
 
 def random_kills(report: Report, work: Path, run: TinyRun, count: int, draw: random.Random) -> None:
@@ -142,15 +143,15 @@ def preemptions(report: Report, work: Path, runs: list[TinyRun], count: int, dra
 def slow_preemptions(
     report: Report, work: Path, run: TinyRun, where: str, slow: Preparation, times: int, after: float = 6.0
 ) -> None:
-    """Send SIGTERM in the middle of something that takes longer than anybody waits; nothing else saves."""
+    """Send SIGTERM in the middle of something that takes longer than the grace period; the clock alone saves."""
     line = report.line(f"SIGTERM in a slow {where}, {run.name}")
-    values = {**run.values, "training.save_interval": "1000"}
+    values = {**run.values, "training.save_interval": "1000", "training.save_minutes": "0.000001"}
     run = replace(run, name=f"{run.name}-slow-{where}", values=values, seconds=0.0)
     run.complete(work)
     run_dir = work / f"{run.name}-stopped"
     slowest = 0.0
     for _ in range(times):
-        slowest = max(slowest, _preempt(line, run, run_dir, after, slow)[0])
+        slowest = max(slowest, _preempt(line, run, run_dir, after, (wait_briefly, ()), slow)[0])
     _compare(line, run, run_dir)
     line.note = f"left within {slowest:.1f} s"
 
@@ -203,6 +204,11 @@ def _problem_of_preemption(run_dir: Path, outcome: Outcome, seconds: float, fini
         return f"{run_dir.name}: SIGTERM took {seconds:.1f} s"
     newest = _newest_iteration(run_dir)
     return f"{run_dir.name}: {finished} iterations were over, {newest} saved" if newest < finished else ""
+
+
+def wait_briefly() -> None:
+    """Let SIGTERM wait two seconds for an iteration, not twenty."""
+    os.environ[GRACE_VARIABLE] = "2"
 
 
 def slow_updates(seconds: float) -> None:
