@@ -15,6 +15,7 @@ from apexrl.core.system.files import read_json_lines
 
 WORKERS = {"task.num_workers": "2"}
 BACKGROUND = {"training.collector": "async", "training.max_staleness": "0", "training.step_timeout": "3"}
+EVALUATIONS = {"training.eval_interval": "2", "training.eval_episodes": "5"}  # fewer bring a warning as well
 CASES: dict[str, tuple[dict[str, str], str, str]] = {
     "raises": ({}, "raise", "the gearbox is broken"),
     "raises in a worker": (WORKERS, "raise", "the gearbox is broken"),
@@ -23,7 +24,7 @@ CASES: dict[str, tuple[dict[str, str], str, str]] = {
     "hangs in a worker": (WORKERS | BACKGROUND, "hang", "hangs: no step or reset has ended"),
     "returns NaN as an observation": ({}, "nan observation", "observation"),
     "returns NaN as a reward": ({}, "nan reward", "'reward'"),
-    "returns NaN in an evaluation": ({"training.eval_interval": "2"}, "nan reward", "evaluated episodes is not finite"),
+    "returns NaN in an evaluation": (EVALUATIONS, "nan reward", "evaluated episodes is not finite"),
 }
 """Name -> options, fault, and what the message must hold."""
 
