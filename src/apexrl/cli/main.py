@@ -41,6 +41,8 @@ Train robot policies with reinforcement learning.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; problems that the user can fix give one message and exit code 2."""
     try:
+        if arguments is None:
+            gc.disable()  # until all is imported, of which nothing becomes garbage
         with _plain_warnings():
             return _run_command(list(sys.argv[1:] if arguments is None else arguments))
     except ApexRLError as error:
@@ -64,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("apexrl: interrupted.", file=sys.stderr)
         return 130
     finally:
-        if arguments is None:  # a last search for garbage in all that was imported takes most of a second
-            gc.freeze()
+        if arguments is None:
+            gc.freeze()  # the process ends: a last search for garbage would take most of a second
 
 
 @contextmanager
@@ -103,6 +105,9 @@ def _run_command(words: list[str]) -> int:
         raise ConfigError(_unknown(rest[0], options.command))
     module, _, function = options.run.partition(".")
     run: Command = getattr(import_module(f"apexrl.cli.{module}"), function)
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
     return run(options, overrides)
 
 

@@ -39,6 +39,10 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+QUICK_GXX = " -pipe --param ggc-min-expand=1000 --param ggc-min-heapsize=4000000"
+"""Lets g++ take memory instead of collecting its garbage."""
+
+
 class Traced:
     """A function as a graph, whose inputs are the tensors of its arguments, then the memory it reaches otherwise.
 
@@ -212,7 +216,8 @@ def _quick_compiler(directory: Path) -> Iterator[None]:
 
     def compile_aside(command: str, cwd: str) -> None:
         if " -c " in command and ".cpp " in command:  # whose working directory is gone before the compiler ends
-            started.append(pool.submit(compile_one, command, str(directory)))
+            more = "" if "clang" in command.partition(" ")[0] else QUICK_GXX
+            started.append(pool.submit(compile_one, command.replace(" -g1 ", " ") + more, str(directory)))
             return
         if " -c " not in command:  # linking
             for running in started:
