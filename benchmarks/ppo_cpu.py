@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import gymnasium as gym
 import numpy as np
@@ -64,7 +66,8 @@ def learner(work: Work, *, compile_it: bool, **env_options: Any) -> Iterator[Cal
     """Give a function that learns from about so many steps and returns how many it took a second."""
     torch.manual_seed(0)
     acceleration = Acceleration(compile=compile_it)
-    env = make_env(work.task, work.num_envs, **env_options)
+    with patch.dict(os.environ, {} if work is MANY else {"OMP_NUM_THREADS": "1"}):  # also of the simulation
+        env = make_env(work.task, work.num_envs, **env_options)
     policy = ActorCritic.for_env(env)
     cfg = PPOConfig(
         num_steps=work.num_steps,
