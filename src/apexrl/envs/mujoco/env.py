@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,7 +127,9 @@ class MujocoVecEnv(VecEnv):
         started = time.perf_counter()
         mj_step(model, data, 10 * substeps)
         seconds = (time.perf_counter() - started) / 10
-        return max(1, min(num_cores(), round(seconds / LOCK_SECONDS)))
+        asked = os.environ.get("OMP_NUM_THREADS", "")  # which bounds PyTorch's threads too
+        most = int(asked) if asked.isdecimal() and int(asked) else num_cores()
+        return max(1, min(num_cores(), most, round(seconds / LOCK_SECONDS)))
 
     def _make_fields(self) -> tuple[dict[str, NumpyArray], list[tuple[list[NumpyArray], NumpyArray]]]:
         """Return arrays ``[N, ...]`` for the task's fields, and what to concatenate into which to fill them."""

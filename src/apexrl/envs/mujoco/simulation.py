@@ -80,10 +80,8 @@ def set_model_differences(base: Any, models: Sequence[Any], saved: Mapping[str, 
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use; ``OMP_NUM_THREADS`` bounds it, as it does PyTorch's."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return min(cores, int(wanted)) if wanted.isdecimal() and int(wanted) else cores
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Threads:

@@ -132,10 +132,13 @@ def test_the_number_of_threads_changes_nothing() -> None:
         assert_same(trace, traces[0])
 
 
-@pytest.mark.parametrize(("lock_seconds", "num_threads"), [(10.0, 1), (1e-12, 64)])
-def test_a_short_step_gets_fewer_threads_than_cores(
-    monkeypatch: pytest.MonkeyPatch, lock_seconds: float, num_threads: int
+@pytest.mark.parametrize(
+    ("lock_seconds", "asked", "num_threads"), [(10.0, "", 1), (1e-12, "", 64), (1e-12, "3", 3), (1e-12, "999", 64)]
+)
+def test_a_short_step_gets_fewer_threads_than_cores_and_no_more_than_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, lock_seconds: float, asked: str, num_threads: int
 ) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
     module = sys.modules[MujocoVecEnv.__module__]
     monkeypatch.setattr(module, "num_cores", lambda: 64)
     monkeypatch.setattr(module, "LOCK_SECONDS", lock_seconds)
