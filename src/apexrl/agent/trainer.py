@@ -141,7 +141,7 @@ class Trainer:
         self.save_step_csv = save_step_csv
         self._check_step_csv()
         self._watch = Stopwatch(policy.device)
-        """Runs while a rollout or an update is under way, when there is no state worth saving."""
+        """Runs while a rollout, an update or an evaluation is under way: the iteration begins again after a failure."""
         self._made_eval_envs: int | None = None
         """How many environments were asked for, when this trainer made them."""
         self._acting = algorithm.rollout_policy
@@ -375,7 +375,9 @@ class Trainer:
         interval = self.cfg.eval_interval
         if not interval or self.counters.iteration % interval or not self.can_evaluate:
             return {}
+        self._watch.mark("evaluation")
         logs = self.evaluate(self.cfg.eval_episodes).logs()
+        self._watch.clear()
         return {name: value for name, value in logs.items() if not math.isnan(value)}
 
     def evaluate(

@@ -466,14 +466,12 @@ def test_a_full_disk_is_not_asked_for_a_checkpoint(tmp_path: Path) -> None:
     assert memory.messages == []
 
 
-def test_an_evaluation_that_fails_comes_after_a_checkpoint(tmp_path: Path) -> None:
-    eval_env = scripted(BrokenEnv)
-    trainer, memory = make_trainer(
-        scripted(), TrainingConfig(eval_interval=2, eval_episodes=4), save_dir=tmp_path, eval_env=eval_env
-    )
-    with refused(EnvError, "the simulator has died", tmp_path / checkpoint.checkpoint_name(2)):
+def test_an_iteration_whose_evaluation_fails_begins_again_after_a_resume(tmp_path: Path) -> None:
+    cfg = TrainingConfig(eval_interval=2, eval_episodes=4, save_interval=1)
+    trainer, memory = make_trainer(scripted(), cfg, save_dir=tmp_path, eval_env=scripted(BrokenEnv))
+    with refused(EnvError, "the simulator has died", tmp_path / checkpoint.checkpoint_name(1)):
         trainer.learn(80)
-    assert names(tmp_path) == [checkpoint.checkpoint_name(2)]
+    assert names(tmp_path) == [checkpoint.checkpoint_name(1)]
     assert len(memory.lines) == 1
 
 
