@@ -30,6 +30,7 @@ from apexrl.cli.main import main
 from apexrl.core.system.files import read_json_lines
 from apexrl.core.system.migrations import CHECKPOINT_FORMAT
 from apexrl.envs.tasks import TASKS
+from apexrl.experiments.report.runs import read_run
 from apexrl.run.loading import load_config, preset_names
 
 TINY = [
@@ -137,6 +138,25 @@ def test_config_yaml_starts_the_same_run_again(lift: Path, tmp_path: Path) -> No
     stored = yaml.safe_load((lift / "config.yaml").read_text())
     assert set(stored) == {"version", "task", "policy", "algo", "training", "logging", "features"}
     assert stored["algo"]["gamma"] == 0.99
+
+
+def test_early_stopping_ends_a_run_as_any_other_and_resuming_it_needs_another_condition(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, condition = tmp_path / "run", "eval/episode_len >= 15"
+    words = ["train", "lift_ppo", "--run-dir", str(run_dir), *TINY_LIFT, "--features.save_video", "false"]
+    assert main([*words, "--training.stop_when", condition]) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if condition in line and "iteration 2" in line]
+    assert "Evaluation: " in shown
+    assert (run_dir / "curve.png").is_file()
+    assert [line["iteration"] for line in read_json_lines(run_dir / "metrics.jsonl")] == [1, 2]
+    assert [line["iteration"] for line in read_json_lines(run_dir / "evaluations.jsonl")] == [2, 2]
+    assert read_run(run_dir).progress == 1.0
+    for again, iterations in ([], 2), (["--training.stop_when", "eval/episode_len > 15"], 4):
+        assert main(["train", "--resume", str(run_dir), *again]) == 0
+        assert [line["iteration"] for line in read_json_lines(run_dir / "metrics.jsonl")][-1] == iterations
+        assert ("training.stop_when" in capsys.readouterr().out) == (iterations == 2)
 
 
 def test_sac_leaves_the_same_behind_and_can_be_evaluated_and_shown(

@@ -182,7 +182,7 @@ class Checkpointer:
                     part.load_state_dict(state)
                 raise
             for counter in vars(self.counters):
-                setattr(self.counters, counter, content[counter])
+                setattr(self.counters, counter, content.get(counter, ""))
             if content["rng"] is None:
                 distributed.seed_per_rank(self.cfg.seed, self.counters.total_steps)
             else:

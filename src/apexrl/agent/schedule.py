@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from apexrl.agent.stop_when import Condition
 from apexrl.core.errors import requirement
 from apexrl.core.system import distributed
 from apexrl.core.system.seeding import ENV, spawn_seed
@@ -55,6 +56,9 @@ class TrainingConfig:
     """Environments of an evaluation; never more than its episodes."""
     final_eval_episodes: int = 100
     """Episodes of the evaluation at the end; 0 skips it."""
+    stop_when: str = ""
+    """Early stopping: training ends when a logged number reaches a threshold, such as "eval/success_rate >= 0.95" (with
+    eval_interval) or "rollout/return > 400"; one of >=, <=, > and <. Empty for total_timesteps alone."""
 
     def __post_init__(self) -> None:
         require = requirement(self, "training")
@@ -68,6 +72,8 @@ class TrainingConfig:
         require("step_timeout", self.step_timeout > 0, "must be positive")
         for name, most in (("seed", 2**31), ("num_threads", 1024)):
             require(name, getattr(self, name) <= most, f"must be at most {most}")
+        if self.stop_when:
+            Condition.parse(self.stop_when)
 
 
 @dataclass
@@ -81,6 +87,8 @@ class Counters:
     num_evaluations: int = 0
     optimizer_steps: int | None = 0
     """Optimizer steps so far; None where the algorithm does not report them (``updates``)."""
+    stopped_by: str = ""
+    """The condition ``stop_when`` that ended training."""
 
 
 def env_seed(seed: int, total_steps: int = 0) -> int:

@@ -23,6 +23,7 @@ from apexrl.agent.schedule import Counters
 from apexrl.agent.schedule import TrainingConfig as TrainingConfig
 from apexrl.agent.schedule import env_seed as env_seed
 from apexrl.agent.signals import GivenUp, StopRequest, stop_on_signal
+from apexrl.agent.stop_when import Condition, StopWhen
 from apexrl.agent.training_log import Stopwatch, TrainingLog
 from apexrl.algorithms.base import BaseAlgorithm
 from apexrl.collectors.base import BaseCollector, SyncCollector
@@ -151,6 +152,9 @@ class Trainer:
         """No update has begun since this trainer was made."""
         if cfg.eval_interval and not self.can_evaluate:
             self.tell(NO_EVALUATION, once=True)
+        self._stop_when = Condition.parse(cfg.stop_when) if cfg.stop_when else None
+        if self._stop_when:
+            self.log.add(StopWhen(self._stop_when, self))
 
     @property
     def iteration(self) -> int:
@@ -189,8 +193,8 @@ class Trainer:
     def add_callback(self, event: str, handler: Callable[..., Any]) -> None:
         """Call ``handler`` at one of ``EVENTS``, after those that were added before.
 
-        ``pre_*`` handlers get ``(runner)``, ``post_*`` handlers ``(runner, stats)``. An exception in a handler stops
-        the run with its own traceback.
+        ``pre_*`` handlers get ``(runner)``, ``post_*`` handlers ``(runner, stats)``. One that returns ``False`` stops
+        training as ``stop`` does. An exception in a handler stops the run with its own traceback.
         """
         if event not in EVENTS:
             raise ConfigError(f"Unknown event '{event}'; events are {list(EVENTS)}.{did_you_mean(event, EVENTS)}")
@@ -198,7 +202,8 @@ class Trainer:
 
     def _fire(self, event: str, *stats: dict[str, float]) -> None:
         for handler in self.callbacks[event]:
-            handler(self, *stats)
+            if handler(self, *stats) is False:
+                self.stop()
 
     def tell(self, text: str, once: bool = False) -> None:
         """Show a line to the user, on the console or else as a warning; with ``once`` only the first time."""
@@ -259,6 +264,9 @@ class Trainer:
         saver = self.checkpointer
         with stop_on_signal(lambda: saver.seconds, lambda: not saver.is_saving) as stop:
             self._stop_request = stop
+            if self._stop_when and self.counters.stopped_by == str(self._stop_when):
+                self.tell(f"Training has ended: {self._stop_when}. To continue, change training.stop_when.")
+                stop.asked = True
             try:
                 yield stop
             except (GivenUp, Exception) as error:

@@ -54,6 +54,10 @@ class TrainingLog:
         self._names: dict[str, list[str]] = {}
         """Log names of each episode field."""
 
+    def add(self, *loggers: Logger) -> None:
+        """Add places for the numbers."""
+        self.loggers += loggers if distributed.is_main_process() else ()
+
     def tell(self, text: str, once: bool = False) -> None:
         """Show a line to the user; with ``once`` only the first time."""
         if not (once and text in self._told):

@@ -288,7 +288,12 @@ def imitation_config(config: Config, imitation: AlgorithmConfig, run_dir: Path) 
         task=replace(task, demos=str(task.demo_path(run_dir)), num_demos=0),
         algo=imitation,
         training=replace(
-            training, num_train_steps=0, eval_interval=0, save_interval=math.ceil(num_updates / 10), collector="sync"
+            training,
+            num_train_steps=0,
+            eval_interval=0,
+            save_interval=math.ceil(num_updates / 10),
+            collector="sync",
+            stop_when="",
         ),
         logging=replace(config.logging, log_interval=math.ceil(num_updates / 100), log_freq=0, wandb="disabled"),
     )

@@ -94,3 +94,21 @@ def test_the_exception_of_a_handler_stops_the_run_which_is_saved_between_iterati
     again.load_checkpoint(checkpoint.latest(tmp_path).name)
     again.learn(8 * (finished + 1))
     assert again.iteration == finished + 1
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_handler_that_returns_false_ends_training_after_the_running_iteration(event: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    answers = iter([True, False, True])
+    trainer.add_callback(event, lambda *_: next(answers))
+    trainer.learn(80)
+    assert (trainer.iteration, trainer.total_steps) == (2, 16)
+    assert (tmp_path / checkpoint.checkpoint_name(2)).is_file()
+
+
+def test_only_false_itself_stops() -> None:
+    trainer = make_trainer()
+    for value in (None, 0, "", True):
+        trainer.add_callback("post_iteration", lambda *_, value=value: value)
+    trainer.learn(16)
+    assert trainer.iteration == 2

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from apexrl.agent.stop_when import Condition
 from apexrl.collectors.init_states import read_statistics
 from apexrl.core.errors import ConfigError, RunDirError
 from apexrl.core.system.provenance import STARTS
@@ -83,8 +84,19 @@ class Run(Log):
         return int(last(self.columns.get("iteration")))
 
     @property
+    def has_stopped_early(self) -> bool:
+        """Whether ``training.stop_when`` holds for what was logged last."""
+        try:
+            condition = Condition.parse(str(self.config.get("training.stop_when") or ""))
+        except ConfigError:
+            return False
+        return condition.name in self.columns and condition.holds(last(self.columns[condition.name]))
+
+    @property
     def progress(self) -> float | None:
         """How much of the training is done, from 0 to 1; None where the configuration is not known."""
+        if self.has_stopped_early:
+            return 1.0
         limits = {"training.num_train_steps": self.iterations, "algo.num_updates": self.iterations}
         for name, done in {**limits, "training.total_timesteps": self.steps}.items():
             wanted = self.config.get(name)
