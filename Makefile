@@ -1,39 +1,56 @@
-# `make train` and `make test` do everything on a fresh machine; both start by making .venv.
+# `make train` and `make test` do everything on a fresh machine, from creating .venv on.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+STAMP := $(VENV)/.installed-train
+METAWORLD := $(VENV)/.installed-metaworld
+DEV := $(VENV)/.installed-dev
 LIBERO := $(VENV)/.installed-libero
 LEROBOT := .venv-lerobot
 MANISKILL := .venv-maniskill
 MJLAB := .venv-mjlab
 ENVPOOL := .venv-envpool
+FLOORS := .venv-floors
+WHEEL := .venv-wheel
 VULKAN := .vulkan
 CHROMIUM := .chromium
 
-.PHONY: help install install-libero install-chromium train test test-fast test-gpu test-lerobot test-maniskill test-mjlab test-envpool check format bench clean torture parity docs
+.PHONY: help install install-dev install-metaworld install-libero install-chromium train test test-fast test-gpu test-lerobot test-maniskill test-mjlab test-envpool test-floors test-wheel check format bench clean torture parity docs
 
 help:  ## List the targets.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-install: $(STAMP)  ## Make .venv with the package and its tools.
+install: $(STAMP)  ## Create .venv with what training needs (1.5 GB).
 
-# torch goes first and alone: resolved together with the rest, a machine without a GPU may get gigabytes of CUDA packages.
-# Meta-World goes in without its requirements: it asks for one version of MuJoCo, and runs on others.
+# torch is installed first and alone: resolved together with the rest, a machine without a GPU may get gigabytes of CUDA packages.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps metaworld
+	$(PIP) torch
+	$(PIP) --editable ".[mujoco]"
 	touch $(STAMP)
 
-install-libero: $(LIBERO)  ## Add LIBERO to .venv (1 GB; its scene files come apart).
+install-metaworld: $(METAWORLD)  ## Add Meta-World to .venv (60 MB).
+
+# Without its requirements: it pins one version of MuJoCo, and runs on others.
+$(METAWORLD): $(STAMP)
+	$(PIP) --no-deps metaworld
+	$(PIP) --editable ".[suites]"
+	touch $(METAWORLD)
+
+install-dev: $(DEV)  ## Add what tests, checks and the documentation need (1.1 GB).
+
+$(DEV): $(METAWORLD)
+	$(PIP) --editable ".[dev]"
+	touch $(DEV)
+
+install-libero: $(LIBERO)  ## Add LIBERO to .venv (1 GB; its scene files are separate).
 
 # Without their requirements, which would bring transformers, torchvision and robomimic: the extra names what is used.
 $(LIBERO): $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps hf-libero robosuite bddl
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,libero]"
+	$(PIP) --no-deps hf-libero robosuite bddl
+	$(PIP) --editable ".[libero]"
 	touch $(LIBERO)
 
 install-chromium: $(CHROMIUM)/chromium  ## Unpack Debian's headless Chromium for the tests of reports (90 MB, no root).
@@ -44,13 +61,13 @@ $(CHROMIUM)/chromium:
 train: install  ## Train the default preset (lift_ppo) and show the result.
 	$(BIN)/apexrl train lift_ppo
 
-test: install  ## Run the whole test suite.
+test: install-dev  ## Run the whole test suite.
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 30 tests
 
-test-fast: install  ## Run unit tests, golden traces and fast contract tests: a few minutes.
+test-fast: install-dev  ## Run unit tests, golden traces and fast contract tests: a few minutes.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests
 
-test-gpu: install  ## Run the tests that need a CUDA device.
+test-gpu: install-dev  ## Run the tests that need a CUDA device.
 	$(BIN)/python -m pytest -m gpu tests
 
 # LeRobot asks for other versions of NumPy and transformers than we do.
@@ -78,6 +95,28 @@ test-envpool: $(ENVPOOL)/.installed  ## Test the envpool adapter in an environme
 	$(if $(filter mjlab,$*),.venv-$*/bin/pip install --quiet --no-deps mjlab==1.6.0 rsl-rl-lib==5.4.2)
 	touch $@
 
+# The oldest versions that pyproject.toml allows; torch brings CUDA packages of 5 GB with it.
+test-floors: $(FLOORS)/.installed  ## Run the fast unit tests with the oldest supported versions, in an environment of its own.
+	PYTHONPATH=src $(FLOORS)/bin/python -m pytest -p no:cacheprovider -m "not slow" tests/unit
+
+$(FLOORS)/.installed: pyproject.toml tests/floors.py
+	$(PYTHON) -m venv --clear $(FLOORS)
+	$(FLOORS)/bin/python tests/floors.py > $(FLOORS)/floors.txt
+	$(FLOORS)/bin/pip install --quiet --requirement $(FLOORS)/floors.txt
+	touch $@
+
+test-wheel: $(WHEEL)/.installed  ## Build the wheel and try it outside this tree, with its base dependencies only.
+	rm -rf build $(WHEEL)/dist
+	$(WHEEL)/bin/pip wheel --quiet --no-deps --wheel-dir $(WHEEL)/dist .
+	$(WHEEL)/bin/pip install --quiet --force-reinstall --no-deps $(WHEEL)/dist/apexrl-*.whl
+	$(WHEEL)/bin/python tests/try_wheel.py
+
+$(WHEEL)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(WHEEL)
+	$(WHEEL)/bin/pip install --quiet --constraint constraints.txt torch
+	$(WHEEL)/bin/pip install --quiet --constraint constraints.txt .
+	touch $@
+
 # ManiSkill wants a Vulkan device even where nothing is drawn. Chromium brings one that runs on the CPU.
 $(VULKAN)/.unpacked:
 	mkdir -p $(VULKAN)
@@ -85,29 +124,29 @@ $(VULKAN)/.unpacked:
 	cd $(VULKAN) && for package in *.deb; do dpkg-deb -x "$$package" . || exit 1; done && rm ./*.deb
 	touch $@
 
-torture: install  ## Kill, fill, damage and mistreat runs for up to half an hour; ends with a table of what was lost.
+torture: install-dev  ## Kill, fill, damage and mistreat runs for up to half an hour; ends with a table of what was lost.
 	$(BIN)/python -m tests.torture.run
 
-parity: install  ## Compare small runs with those of another commit, bit for bit: make parity BASE=main~3 [CASES="lift gru"].
+parity: install-dev  ## Compare small runs with those of another commit, bit for bit: make parity BASE=main~3 [CASES="lift gru"].
 	$(BIN)/python -m tests.parity.run $(or $(BASE),$(error BASE is missing: make parity BASE=COMMIT)) $(CASES)
 
-docs: install  ## Build the documentation as a site that needs no network: site/index.html.
+docs: install-dev  ## Build the documentation as a site that needs no network: site/index.html.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Open site/index.html"
 
-check: install  ## Lint, format check, types, layers.
+check: install-dev  ## Lint, format check, types, layers.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: install  ## Format and fix what can be fixed.
+format: install-dev  ## Format and fix what can be fixed.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: install  ## Install the peers and compare with them on one CPU thread (the others: python benchmarks/NAME.py).
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
+bench: install-dev  ## Install the peers and compare with them on one CPU thread (the others: python benchmarks/NAME.py).
+	$(PIP) --editable ".[dev,bench]"
 	$(BIN)/python benchmarks/ppo_cpu.py
 
 clean:  ## Remove the virtual environments and caches.
-	rm -rf $(VENV) $(MANISKILL) $(MJLAB) $(ENVPOOL) $(VULKAN) $(CHROMIUM) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache site
+	rm -rf $(VENV) $(LEROBOT) $(FLOORS) $(WHEEL) $(MANISKILL) $(MJLAB) $(ENVPOOL) $(VULKAN) $(CHROMIUM) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache site

@@ -1,0 +1,22 @@
+"""Print the oldest versions that pyproject.toml allows, as a requirements file: ``make test-floors`` installs them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+TOOLS = ["pytest", "hypothesis"]
+"""What runs the tests; any version will do."""
+
+
+def floors(requirements: list[str]) -> list[str]:
+    """``name>=1.2,<3`` becomes ``name==1.2``."""
+    found = [re.match(r"([\w.-]+)>=([\w.]+)", requirement) for requirement in requirements]
+    assert all(found), f"every requirement needs a floor: {requirements}"
+    return [f"{match[1]}=={match[2]}" for match in found if match]
+
+
+if __name__ == "__main__":
+    project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["project"]
+    print("\n".join(floors(project["dependencies"] + project["optional-dependencies"]["mujoco"]) + TOOLS))
