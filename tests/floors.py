@@ -6,7 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
-TOOLS = ["pytest", "hypothesis"]
+TOOLS = ["pytest", "pytest-xdist", "hypothesis"]
 """What runs the tests; any version will do."""
 
 
