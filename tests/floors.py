@@ -6,6 +6,8 @@ import re
 import tomllib
 from pathlib import Path
 
+EXTRAS = ("mujoco", "suites", "report", "sweep", "export")
+"""What the unit tests import; the other extras have tests that skip without them."""
 TOOLS = ["pytest", "pytest-xdist", "hypothesis"]
 """What runs the tests; any version will do."""
 
@@ -19,4 +21,5 @@ def floors(requirements: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["project"]
-    print("\n".join(floors(project["dependencies"] + project["optional-dependencies"]["mujoco"]) + TOOLS))
+    wanted = [*project["dependencies"], *(name for extra in EXTRAS for name in project["optional-dependencies"][extra])]
+    print("\n".join(sorted({*floors(wanted), *TOOLS})))
