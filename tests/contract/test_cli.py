@@ -31,7 +31,8 @@ from apexrl.core.system.files import read_json_lines
 from apexrl.core.system.migrations import CHECKPOINT_FORMAT
 from apexrl.envs.tasks import TASKS
 from apexrl.experiments.report.runs import read_run
-from apexrl.run.loading import load_config, preset_names
+from apexrl.run.loading import load_config
+from apexrl.run.sources import preset_names
 
 TINY = [
     "--task.num_envs", "4",

@@ -17,7 +17,8 @@ from tests.torture.harness import Line, Outcome, Report, command, use_points
 from apexrl.cli.main import main
 from apexrl.core.errors import ConfigError
 from apexrl.run.config import CONFIG_SECTIONS, Config, section_class
-from apexrl.run.loading import load_config, preset_names, read_source
+from apexrl.run.loading import load_config
+from apexrl.run.sources import preset_names, read_source
 
 JUNK = (
     "", " ", "abc", "null", "~", "[]", "{}", "[1,", "{a: 1}", "nan", ".nan", ".inf", "-.inf", "1e400", "-1", "0", "0.0",

@@ -301,6 +301,11 @@ class Trainer:
         if self._stop_request is not None:
             self._stop_request.asked = True
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the configured number of steps or iterations is reached."""
+        return self._progress(self.cfg.total_timesteps) >= 1.0
+
     def _progress(self, target: int) -> float:
         """How much of the training is done, from 0 to 1."""
         if self.cfg.num_train_steps:

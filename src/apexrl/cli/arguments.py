@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from apexrl.core.errors import ConfigError
 
@@ -15,12 +15,6 @@ NUM_EPISODES = 100
 
 class Parser(argparse.ArgumentParser):
     """Reports a problem as one message, like every other error of the command line."""
-
-    more_help: Callable[[], str] | None = None
-
-    def format_help(self) -> str:
-        """Return the help, with what a command adds to it."""
-        return super().format_help() + (self.more_help() if self.more_help else "")
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing."""
@@ -48,7 +42,8 @@ positive, seed_number = integer(1), integer(0, 2**32)
 def add_commands(command: AddCommand) -> None:
     """Add every command, in the order of the help."""
     train = command("train", "Train a policy.", "train.run_train")
-    train.more_help = _field_list
+    train.add_argument("--help", "-h", action="store_true", help="the common options, and what the preset sets")
+    train.add_argument("--help-all", action="store_true", help="every option")
     train.add_argument("preset", nargs="?", help="a preset (see 'apexrl list') or a YAML file; default lift_ppo")
     train.add_argument("--config_path", "--config-path", metavar="FILE", help="a YAML file, instead of a preset")
     train.add_argument("--run-dir", type=Path, metavar="DIR", help="a new directory; default runs/<preset>-<time>")
@@ -125,23 +120,3 @@ def add_commands(command: AddCommand) -> None:
     check = command("check-env", "Check that an environment keeps the contract.", "tools.run_check_env")
     check.add_argument("id", help="a task of 'apexrl list', a Gymnasium id, or a simulator's, as maniskill/PickCube-v1")
     check.add_argument("--num-envs", type=positive, default=4, metavar="N", help="default 4")
-
-
-def _field_list() -> str:
-    from dataclasses import fields
-
-    from apexrl.run.config import CONFIG_SECTIONS, SECTION_CHOICES, field_help
-
-    lines = ["", "configuration (--section.key value):"]
-    for section, cls in ((section, cls) for section, classes in CONFIG_SECTIONS.items() for cls in classes):
-        texts, defaults = field_help(cls), cls()
-        if len(CONFIG_SECTIONS[section]) > 1:
-            lines.append(f"{SECTION_CHOICES[cls]}:")
-        for entry in fields(cls):
-            default = _default_text(getattr(defaults, entry.name))
-            lines.append(f"  --{section}.{entry.name}  [{default}]  {texts[entry.name]}")
-    return "\n".join(lines) + "\n"
-
-
-def _default_text(value: Any) -> str:
-    return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)

@@ -21,7 +21,8 @@ from apexrl.experiments.results import Results, hashed, read_results
 from apexrl.run import trained_policy
 from apexrl.run.config import Config, make_config
 from apexrl.run.directory import resumed_config
-from apexrl.run.loading import load_config, preset_names, with_overrides
+from apexrl.run.loading import load_config, with_overrides
+from apexrl.run.sources import preset_names
 
 _LABELS = {"return": "return", "success_once": "success", "success_at_end": "at the end", "episode_len": "length"}
 

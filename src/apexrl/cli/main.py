@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 
+from apexrl import __version__
 from apexrl.cli.arguments import Parser, add_commands
 from apexrl.cli.common import Command, Overrides
 from apexrl.core.errors import ApexRLError, ConfigError, did_you_mean
+from apexrl.run import sources
 
 _NO_MEMORY = re.compile(r"allocate memory|not enough memory|out of memory|Storage size", re.IGNORECASE)
 """How PyTorch says it; its exception is a plain RuntimeError on the CPU."""
+_CLOSING = {"[": "]", "{": "}"}
 DESCRIPTION = """\
 Train robot policies with reinforcement learning.
 
@@ -89,10 +94,10 @@ def _end(message: str) -> int:
 
 
 def _run_command(words: list[str]) -> int:
-    parser, commands = _parser()
-    if words and not words[0].startswith("-") and words[0] not in commands:
+    parser, children = _parser()
+    if words and not words[0].startswith("-") and words[0] not in children:
         raise ConfigError(
-            f"Unknown command '{words[0]}'; commands are {', '.join(commands)}.{did_you_mean(words[0], commands)}"
+            f"Unknown command '{words[0]}'; commands are {', '.join(children)}.{did_you_mean(words[0], children)}"
         )
     # Before argparse, which would take the value of an option that it does not know for the preset.
     overrides, words = _split_overrides(words)
@@ -103,6 +108,16 @@ def _run_command(words: list[str]) -> int:
     rest += [f"--{name}" for name, _ in overrides if options.command not in ("train", "manifest")]
     if rest:
         raise ConfigError(_unknown(rest[0], options.command))
+    if options.command == "train":
+        if options.preset and options.config_path:
+            raise ConfigError("Give a preset or --config_path, not both.")
+        if source := options.config_path or options.preset:
+            sources.require_source(source)
+        if options.help or options.help_all:
+            from apexrl.cli.help import train_help
+
+            print(train_help(children["train"].format_help(), source, overrides, options.help_all))
+            return 0
     module, _, function = options.run.partition(".")
     run: Command = getattr(import_module(f"apexrl.cli.{module}"), function)
     if not gc.isenabled():
@@ -111,21 +126,27 @@ def _run_command(words: list[str]) -> int:
     return run(options, overrides)
 
 
-def _parser() -> tuple[Parser, list[str]]:
-    """Return the parser and the names of its commands."""
-    formatter = argparse.RawDescriptionHelpFormatter
+def _parser() -> tuple[Parser, dict[str, Parser]]:
+    """Return the parser and those of its commands."""
+    formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=120)
     parser = Parser("apexrl", description=DESCRIPTION, formatter_class=formatter)
+    parser.add_argument("--version", action="version", version=f"apexrl {__version__}")
     children = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def command(name: str, help_text: str, run: str) -> Parser:
         child = children.add_parser(
-            name, help=help_text, description=help_text, formatter_class=formatter, allow_abbrev=False
+            name,
+            help=help_text,
+            description=help_text,
+            formatter_class=formatter,
+            allow_abbrev=False,
+            conflict_handler="resolve",
         )
         child.set_defaults(run=run)
         return child
 
     add_commands(command)
-    return parser, list(children.choices)
+    return parser, children.choices
 
 
 def _split_overrides(words: list[str]) -> tuple[Overrides, list[str]]:
@@ -142,6 +163,9 @@ def _split_overrides(words: list[str]) -> tuple[Overrides, list[str]]:
             value = next(remaining, "--")
             if value.startswith("--"):
                 raise ConfigError(f"Option '{name}' needs a value.")
+        if value[:1] in _CLOSING and _CLOSING[value[0]] not in value:
+            parts = [value, *itertools.takewhile(lambda word: not word.startswith("--"), remaining)]
+            raise ConfigError(f'The shell has split the value of {name}; quote it: {name} "{" ".join(parts)}"')
         overrides.append((name[2:], value))
     return overrides, others
 
@@ -149,13 +173,11 @@ def _split_overrides(words: list[str]) -> tuple[Overrides, list[str]]:
 def _unknown(word: str, command: str) -> str:
     """Return a message about an argument that no command takes."""
     if not word.startswith("-"):
-        return f"Unexpected argument '{word}'. 'apexrl {command} --help' shows how."
-    hint = ""
+        return f"Unexpected argument '{word}'; quote a value with spaces. 'apexrl {command} --help' shows how."
+    name, hint = word.partition("=")[0], ""
     if command == "train":
         from apexrl.run.config import field_paths
 
-        known = ["--run-dir", "--resume", "--config_path", "--seeds", "--jobs"]
-        known += [f"--{path}" for path in field_paths()]
-        same_key = [path for path in known if path.endswith(f".{word.lstrip('-')}")]
-        hint = did_you_mean(word, same_key or known)
-    return f"Unknown option '{word}'.{hint} 'apexrl {command} --help' lists all."
+        own = ["run-dir", "resume", "config_path", "seeds", "jobs", "help-all"]
+        hint = sources.nearest_option(name.lstrip("-"), own + field_paths())
+    return f"Unknown option '{name}'.{hint} 'apexrl {command} --help' lists all."

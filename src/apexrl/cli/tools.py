@@ -13,14 +13,14 @@ from apexrl.envs.mujoco.tasks import GYMNASIUM_TASKS
 from apexrl.envs.registry import SIMULATORS
 from apexrl.envs.suites import SUITES
 from apexrl.envs.tasks import TASKS
-from apexrl.run import loading
+from apexrl.run import sources
 
 
 def run_list(options: argparse.Namespace, overrides: Overrides) -> int:
     """Print what can be trained on, and with what."""
     print("Presets (apexrl train NAME):")
-    for name in loading.preset_names():
-        print(f"  {name:18} {loading.preset_summary(name)}")
+    for name in sources.preset_names():
+        print(f"  {name:18} {sources.preset_summary(name)}")
     print("Tasks (--task.id NAME; any Gymnasium id works too):")
     for name, task in TASKS.items():
         print(f"  {name:18} {(task.__doc__ or '').splitlines()[0]}")

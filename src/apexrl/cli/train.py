@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 from apexrl.agent import Trainer
@@ -16,13 +18,12 @@ from apexrl.core.system import distributed
 from apexrl.experiments import seeds
 from apexrl.run import directory as run
 from apexrl.run.config import Config
-from apexrl.run.loading import DEFAULT_PRESET, load_config
+from apexrl.run.loading import load_config
+from apexrl.run.sources import default_source
 
 
 def run_train(options: argparse.Namespace, overrides: Overrides) -> int:
     """Train one seed or several, new or resumed."""
-    if options.preset and options.config_path:
-        raise ConfigError("Give a preset or --config_path, not both.")
     source = options.config_path or options.preset
     if options.resume is not None and options.run_dir is not None:
         raise ConfigError(f"--resume {options.resume} stays in its own directory; leave --run-dir out.")
@@ -43,10 +44,15 @@ def run_train(options: argparse.Namespace, overrides: Overrides) -> int:
                 )
         trainer = run.resume(run_dir, overrides, [console])
         console.message(f"Resumed {run_dir} at iteration {trainer.iteration}, step {trainer.total_steps:,}.")
+        if trainer.is_finished:
+            field = "num_train_steps" if trainer.cfg.num_train_steps else "total_timesteps"
+            console.message(
+                f"This run is finished: training.{field} is {getattr(trainer.cfg, field):,}. To train longer: "
+                f"apexrl train --resume {run_dir} --training.{field} {2 * getattr(trainer.cfg, field)}"
+            )
     else:
-        source = source or DEFAULT_PRESET
-        config = load_config(source, overrides)
-        trainer = run.start(config, options.run_dir, [console], name=Path(source).stem)
+        config, name = _new_config(source, overrides, console.message)
+        trainer = run.start(config, options.run_dir, [console], name=name)
         assert trainer.run_dir is not None
         run_dir = trainer.run_dir
         console.message(f"Training {config.task.id} with {config.algo.name} in {run_dir}")
@@ -70,11 +76,22 @@ def _train_seeds(options: argparse.Namespace, source: str | None, overrides: Ove
     """Train several seeds, new ones or those of a directory."""
     num_jobs = options.jobs or 1
     if options.resume is None:
-        source = source or DEFAULT_PRESET
-        return start_seeds(load_config(source, overrides), options.seeds, options.run_dir, Path(source).stem, num_jobs)
+        config, name = _new_config(source, overrides, print)
+        return start_seeds(config, options.seeds, options.run_dir, name, num_jobs)
     if source is not None:
         raise ConfigError(f"--resume {options.resume} knows what its seeds train; leave '{source}' out.")
     return resume_seeds(options.resume, options.seeds, overrides, num_jobs)
+
+
+def _new_config(source: str | None, overrides: Overrides, tell: Callable[[str], None]) -> tuple[Config, str]:
+    """Return the configuration of a new run, and a name for its directory; says what it starts from."""
+    note = ""
+    if source is None:
+        source, note = default_source(overrides)
+    config = load_config(source, overrides)
+    if note:
+        tell(note)
+    return config, re.sub(r"[^\w.-]+", "-", config.task.id if source is None else Path(source).stem)
 
 
 def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:

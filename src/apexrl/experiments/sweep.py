@@ -24,7 +24,7 @@ from apexrl.core.system.files import read_json_lines
 from apexrl.experiments.jobs import Job, Report
 from apexrl.experiments.plots import plot_sweep
 from apexrl.experiments.sweep_file import Dimension, SweepFile, as_text, read_sweep, sweep_from
-from apexrl.run.loading import parse_yaml
+from apexrl.run.sources import parse_yaml
 
 JOURNAL, SWEEP, BEST, RESULTS, IMAGE = "journal.jsonl", "sweep.yaml", "best.yaml", "sweep.json", "sweep.png"
 ERROR, SCORES = "error", "scores"

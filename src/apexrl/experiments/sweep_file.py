@@ -13,7 +13,8 @@ import yaml
 
 from apexrl.core.errors import ConfigError, did_you_mean
 from apexrl.run.config import CONFIG_SECTIONS, Config, as_number, field_paths
-from apexrl.run.loading import overridden, parse_yaml, preset_dir, read_source
+from apexrl.run.loading import overridden
+from apexrl.run.sources import parse_yaml, preset_dir, read_source
 
 SWEEP_VERSION = 1
 SWEEP_CHOICES = {

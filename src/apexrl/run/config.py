@@ -18,6 +18,7 @@ from apexrl.core.errors import ConfigError, did_you_mean
 from apexrl.core.system.migrations import CONFIG_VERSION, VERSION_KEY, migrated_config
 from apexrl.policies.config import POLICY_KINDS, PolicyConfig, VLAConfig
 from apexrl.run.sections import FeaturesConfig, LoggingConfig
+from apexrl.run.sources import nearest_option
 from apexrl.run.suite import SuiteConfig
 from apexrl.run.tasks import TaskConfig
 
@@ -192,10 +193,13 @@ def _problem(section: str, entry: Any) -> str:
     return f"{path}: {text}, got {entry['input']!r}."
 
 
-def _require_known(name: str, parents: list[str], last: str) -> None:
+def require_known(name: str) -> None:
+    """Refuse an option that is no ``section.field``, nor below one that takes any key."""
     paths = field_paths()
-    if not parents or (name not in paths and parents[:2] not in (["task", "kwargs"], ["task", "metrics"])):
-        raise ConfigError(f"Unknown option '--{name}'.{did_you_mean(name, paths)} 'apexrl train --help' lists all.")
+    if name not in paths and (name.split(".")[:2] not in (["task", "kwargs"], ["task", "metrics"])):
+        raise ConfigError(
+            f"Unknown option '--{name}'.{nearest_option(name, paths)} 'apexrl train --help-all' lists all."
+        )
 
 
 def _as_lists(value: Any) -> Any:

@@ -24,7 +24,8 @@ from apexrl.core.system.files import cut_json_lines
 from apexrl.core.system.provenance import add_start
 from apexrl.run.build import decided, make_trainer, prepare_device
 from apexrl.run.config import Config, make_config
-from apexrl.run.loading import read_config, with_overrides
+from apexrl.run.loading import with_overrides
+from apexrl.run.sources import read_config
 from apexrl.run.suite import FINAL_RESULTS, IMITATION, imitation_config
 
 # What may change when a run is resumed: how long, how often, and where to; not what is learned.
@@ -208,7 +209,8 @@ def changed_config(stored: Mapping[str, Any], overrides: Sequence[tuple[str, str
         if is_fixed and getattr(getattr(before, section), key) != getattr(getattr(after, section), key):
             raise ConfigError(
                 f"'--{name} {text}' cannot change when a run is resumed; only {', '.join(RESUMABLE_SECTIONS)} can "
-                f"(not {' and '.join(FIXED_FIELDS)}). Leave it out, or start a new run."
+                f"(not {' and '.join(FIXED_FIELDS)}). Leave it out, or start a new run from the weights of this one: "
+                f"apexrl train PRESET --{name} {text} --training.init_from RUN_DIR"
             )
     return after
 

@@ -12,7 +12,7 @@ from tests.refusals import refused
 from apexrl.core.errors import ConfigError
 from apexrl.experiments.sweep import Sweep, check_same, stored_sweep
 from apexrl.experiments.sweep_file import as_text, read_sweep, sweep_from
-from apexrl.run.loading import preset_dir
+from apexrl.run.sources import preset_dir
 
 GOOD: dict[str, Any] = {
     "preset": "cartpole_ppo",
@@ -108,7 +108,7 @@ SPACE = "algo.learning_rate"
         ({"space": {"algo.num_epochs": {"low": 1.5, "high": 3}}}, ["algo.num_epochs counts", "1.5 and 3"]),
         ({"space": {"algo.clip": {"low": 0.1, "high": 3.0}}}, ["space.algo.clip: algo.clip must lie in (0, 1)", "3.0"]),
         ({"space": {"training.seed": {"low": 0, "high": 3}}}, ["space.training.seed must not be searched", "seeds"]),
-        ({"overrides": {"algo.lerning_rate": 1}}, ["'--algo.lerning_rate'", "Did you mean 'algo.learning_rate'?"]),
+        ({"overrides": {"algo.lerning_rate": 1}}, ["'--algo.lerning_rate'", "Did you mean '--algo.learning_rate'?"]),
         ({"overrides": {"algo.clip": 3}}, ["algo.clip must lie in (0, 1), got 3"]),
         ({"overrides": 3}, ["overrides must hold fields and values, got 3"]),
         ({"overrides": {"training.final_eval_episodes": 0}}, ["final_eval_episodes must be at least 1, got 0"]),

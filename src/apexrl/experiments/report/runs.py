@@ -18,8 +18,8 @@ from apexrl.agent.stop_when import Condition
 from apexrl.collectors.init_states import read_statistics
 from apexrl.core.errors import ConfigError, RunDirError
 from apexrl.core.system.provenance import STARTS
-from apexrl.run.loading import read_config
 from apexrl.run.records import Damage, Log, LoggedEvaluation, Start, evaluation, read_lines, read_log, starts
+from apexrl.run.sources import read_config
 from apexrl.run.suite import FINAL_RESULTS, METRICS_FILE, ROLLOUT_STATS
 
 SEED = "training.seed"

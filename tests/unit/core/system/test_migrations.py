@@ -32,7 +32,8 @@ from apexrl.policies.config import PolicyConfig
 from apexrl.run import build
 from apexrl.run import directory as run
 from apexrl.run.config import CONFIG_SECTIONS, make_config
-from apexrl.run.loading import load_config, preset_names, read_config
+from apexrl.run.loading import load_config
+from apexrl.run.sources import preset_names, read_config
 
 FIELDS = Path(__file__).parents[3] / "fields.json"
 SMALL = {"policy.hidden_dims": "[4]", "training.device": "cpu", "features.save_video": "false"}
