@@ -43,6 +43,15 @@ QUICK_GXX = " -pipe --param ggc-min-expand=1000 --param ggc-min-heapsize=4000000
 """Lets g++ take memory instead of collecting its garbage."""
 
 
+# The bias of a matrix product would be copied by a kernel of its own, and an outer product be a matrix product;
+# as operations on elements both are part of the kernels around them.
+_FUSABLE: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.addmm.default: lambda bias, x, weight, **scale: NotImplemented if scale else x.mm(weight) + bias,
+    torch.ops.aten.baddbmm.default: lambda bias, x, weight, **scale: NotImplemented if scale else x.bmm(weight) + bias,
+    torch.ops.aten.bmm.default: lambda x, y: x * y if x.shape[-1] == 1 else NotImplemented,
+}
+
+
 class Traced:
     """A function as a graph, whose inputs are the tensors of its arguments, then the memory it reaches otherwise.
 
@@ -71,7 +80,7 @@ class Traced:
             with _StandIns(lambda _: next(given)):
                 return run(tensors[: len(inputs)])[0]
 
-        self.module = make_fx(traced, tracing_mode="fake")(*inputs, *self.reached)
+        self.module = make_fx(traced, _FUSABLE, tracing_mode="fake")(*inputs, *self.reached)
         self.inputs = [*inputs, *self.reached]
         output = next(node for node in self.module.graph.nodes if node.op == "output")
         self.outputs: list[Any] = list(output.args[0])
