@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,21 +68,20 @@ def rollout(
     env.running = None
     keeps_successors = NEXT_OBSERVATION not in drop and (keep is None or NEXT_OBSERVATION in keep)
     columns = _Columns(num_steps, keep, drop)
-    finals: dict[int, Observation] = {}
     pending = torch.ones(env.num_envs, 1, dtype=torch.bool, device=env.device)
     for t in range(num_steps):
         output = actor(carry)
         # Simulators reuse their buffers, so the observation is copied before the step.
-        columns.put(t, carry)
-        columns.put(t, {name: value for name, value in output.items() if name not in carry})
+        columns.put(t, {**output, **carry})
         step = env.step(output[ACTION])
-        columns.put(t, {REWARD: step.reward, TERMINATED: step.terminated, TRUNCATED: step.truncated})
-        if step.final_obs is not None and keeps_successors:
-            finals[t] = step.final_obs.clone()
-        log = {name: torch.as_tensor(value, device=env.device).float() for name, value in step.log.items()}
-        means = {name: value.mean().view(1, 1) for name, value in log.items()}
-        columns.put(t, {METRIC: step.metric, LOG: means, INFO: step.info})
         done = step.terminated | step.truncated
+        columns.put(t, {REWARD: step.reward, TERMINATED: step.terminated, TRUNCATED: step.truncated, DONE: done})
+        log = {name: torch.as_tensor(x, device=env.device).float().mean().view(1, 1) for name, x in step.log.items()}
+        columns.put(t, {METRIC: step.metric, LOG: log, INFO: step.info})
+        if keeps_successors:
+            is_known = step.final_obs is not None and env.gives_final_obs
+            successor = choose(done.squeeze(-1), step.final_obs, step.obs) if is_known else step.obs
+            columns.put(t, {NEXT_OBSERVATION: successor})
         after: Carry = {OBSERVATION: step.obs}
         for name in carry:
             if name != OBSERVATION:  # a recurrent state, which is zero at the first step of an episode
@@ -93,22 +93,20 @@ def rollout(
                 num_steps = t + 1
                 break
     batch = columns.batch(num_steps, env.num_envs)
-    if keeps_successors:
-        batch[NEXT_OBSERVATION] = _successors(batch, carry[OBSERVATION], finals, hidden=not env.gives_final_obs)
+    if keeps_successors and not env.gives_final_obs:
+        # The last state that was seen of an episode stands in for the hidden one; that after the reset never does.
+        batch[NEXT_OBSERVATION] = choose(batch[DONE].squeeze(-1), batch[OBSERVATION], batch[NEXT_OBSERVATION])
     return batch, carry
 
 
 def make_actor(policy: Policy, env_device: torch.device, *, deterministic: bool = False) -> Actor:
     """Let a policy act on an environment; data crosses devices only where the two differ."""
 
-    def act(carry: Carry) -> dict[str, Tensor]:
-        return policy.act(carry, deterministic)
-
     def act_across(carry: Carry) -> dict[str, Tensor]:
         output = policy.act({name: value.to(policy.device) for name, value in carry.items()}, deterministic)
         return {name: value.to(env_device) for name, value in output.items()}
 
-    return act if policy.device == env_device else act_across
+    return partial(policy.act, deterministic=deterministic) if policy.device == env_device else act_across
 
 
 def initial_state(policy: Policy, env: VecEnv) -> dict[str, Tensor]:
@@ -123,15 +121,6 @@ def new_episodes(env: VecEnv, policy: Policy, obs: Observation) -> RunningEpisod
     """
     unfinished = {} if env.can_reset else begun_before(torch.ones(env.num_envs, dtype=torch.bool, device=env.device))
     return RunningEpisodes({OBSERVATION: obs.clone(), **initial_state(policy, env)}, unfinished)
-
-
-def found_episodes(env: VecEnv, policy: Policy) -> RunningEpisodes | None:
-    """Return the episodes that run in a simulator which others have stepped or reset by its own methods; else None."""
-    found = env.find_moved()
-    if found is None:
-        return None
-    obs, has_begun = found
-    return RunningEpisodes({OBSERVATION: obs.clone(), **initial_state(policy, env)}, begun_before(has_begun))
 
 
 def continued(running: RunningEpisodes, env: VecEnv, policy: Policy) -> RunningEpisodes:
@@ -155,22 +144,6 @@ def evaluation_mode(policy: Policy, seed: int) -> Iterator[None]:
             yield
     finally:
         policy.train(was_training)
-
-
-def _successors(batch: TensorDict, last: Observation, finals: dict[int, Observation], *, hidden: bool) -> Any:
-    """Join the states that followed each step: the next step's, or the final one where the episode ended.
-
-    Where the simulator hides the final state, the last visible one of the episode stands in for it; the state after
-    the reset never does.
-    """
-    obs = batch[OBSERVATION]
-    successor = torch.cat((obs[1:], last.unsqueeze(0)))
-    done = batch[DONE].squeeze(-1)
-    if hidden:
-        return choose(done, obs, successor)
-    for t, final in finals.items():
-        successor[t] = choose(done[t], final, successor[t])
-    return successor
 
 
 class _Columns:
@@ -202,9 +175,8 @@ class _Columns:
 
     def batch(self, num_steps: int, num_envs: int) -> TensorDict:
         """Join the columns, cut to the steps that were taken."""
-        columns: dict[Any, Any] = {key: column[:num_steps] for key, column in self.columns.items()}
-        done = columns[TERMINATED,] | columns[TRUNCATED,]
-        batch = TensorDict({}, batch_size=[num_steps, num_envs], device=done.device)
-        for key, column in {**columns, (DONE,): done}.items():
-            batch[key] = column.expand(num_steps, num_envs, 1) if key[0] == LOG else column
+        batch = TensorDict({}, batch_size=[num_steps, num_envs], device=self.columns[DONE,].device)
+        for key, column in self.columns.items():
+            value = column[:num_steps]
+            batch[key] = value.expand(num_steps, num_envs, 1) if key[0] == LOG else value
         return batch

@@ -20,7 +20,7 @@ from apexrl.core.types import DONE, METRIC, NEXT_OBSERVATION, NEXT_VALUE, PRE_TA
 from apexrl.envs import as_vec_env
 from apexrl.envs.base import RunningEpisodes
 from apexrl.policies.base import Policy
-from apexrl.rollout import continued, found_episodes, make_actor, new_episodes, rollout
+from apexrl.rollout import continued, make_actor, new_episodes, rollout
 
 
 class Collected(NamedTuple):
@@ -135,8 +135,10 @@ class SyncCollector(BaseCollector):
         policy.check_fits(self.env)
         self.device = torch.device(device) if device is not None else policy.device
         own = {*policy.initial_state(1), *policy.extra_keys, PRE_TANH}
-        self.keep = None if keep is None else own.union(keep)
         self.wants_value = keep is None or VALUE in keep
+        self.drops_successors = keep is not None and NEXT_OBSERVATION not in keep
+        self.keep = None if keep is None else own.union(keep, [NEXT_OBSERVATION] if self.wants_value else [])
+        """What a rollout stores; the successors also where only their values are wanted."""
         self.episode_metrics = EpisodeMetrics()
         self.acceleration = acceleration or Acceleration()
         self._captured: dict[int, Callable[[], TensorDict]] = {}
@@ -157,9 +159,9 @@ class SyncCollector(BaseCollector):
         On CUDA, where the environment allows it, the whole rollout is one graph, and the next call overwrites the
         tensors of the batch.
         """
-        if not reset and self._running is not None and (found := found_episodes(self.env, self.policy)) is not None:
-            self._continue(found)
-        if reset or self.carry is None:
+        if not reset and self._running is not None and (moved := self.env.find_moved()) is not None:
+            self._continue(moved)
+        if reset or self.running is None:
             self.start()
         self.policy.eval()
         if n_steps not in self._captured:
@@ -173,17 +175,13 @@ class SyncCollector(BaseCollector):
         return batch.copy().to(self.device)
 
     @property
-    def carry(self) -> Carry | None:
-        """What the next step continues from; None when it starts new episodes."""
+    def running(self) -> RunningEpisodes | None:
+        """The episodes that the next step continues, whoever took the last one; None when it starts new ones."""
         if self._running is None or self.env.running is None:
             return None
         if self._running is not self.env.running:
             self._continue(self.env.running)
-        return self._running.carry
-
-    @carry.setter
-    def carry(self, carry: Carry) -> None:
-        self._continue(RunningEpisodes(carry, self.episode_metrics.unfinished))
+        return self._running
 
     def _collect(self, n_steps: int) -> TensorDict:
         batch = self.take_steps(n_steps)
@@ -192,7 +190,7 @@ class SyncCollector(BaseCollector):
 
     def collect_unfolded(self, n_steps: int) -> Collected:
         """Collect as ``collect`` does, but leave the episode statistics to ``fold``; nothing is captured."""
-        if self.carry is None:
+        if self.running is None:
             self.start()
         batch = self.take_steps(n_steps)
         outcomes = batch.select(REWARD, DONE, METRIC, strict=False)
@@ -215,13 +213,9 @@ class SyncCollector(BaseCollector):
 
     def take_steps(self, n_steps: int) -> TensorDict:
         """Do the first half of ``collect`` after ``start``: the steps, on the environment's device, without values."""
-        carry, running = self.carry, self._running
-        assert carry is not None
+        running = self.running
         assert running is not None
-        keep = self.keep
-        if keep is not None and self.wants_value:
-            keep = keep | {NEXT_OBSERVATION}
-        batch, after = rollout(self.env, self.actor, carry, n_steps, keep=keep)
+        batch, after = rollout(self.env, self.actor, running.carry, n_steps, keep=self.keep)
         running.advance(after)
         self.env.running = running
         return batch
@@ -232,7 +226,7 @@ class SyncCollector(BaseCollector):
         batch = batch.to(self.policy.device)
         if self.wants_value:
             batch[VALUE], batch[NEXT_VALUE] = self.policy.values(batch)
-            if self.keep is not None and NEXT_OBSERVATION not in self.keep:
+            if self.drops_successors:
                 del batch[NEXT_OBSERVATION]
         return batch
 
@@ -287,7 +281,7 @@ class SyncCollector(BaseCollector):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the carry and the episode statistics."""
-        carry = {name: value.clone() for name, value in (self.carry or {}).items()}
+        carry = {name: value.clone() for name, value in self.running.carry.items()} if self.running else {}
         plain = {name: value.to_dict() if isinstance(value, TensorDict) else value for name, value in carry.items()}
         return {"carry": plain, "episode_metrics": self.episode_metrics.state_dict()}
 
@@ -298,7 +292,8 @@ class SyncCollector(BaseCollector):
         if state["carry"]:
             groups = {name: value for name, value in state["carry"].items() if isinstance(value, Mapping)}
             carry = {**state["carry"], **{name: TensorDict(value, [num_envs]) for name, value in groups.items()}}
-            self.carry = {name: value.to(device) for name, value in carry.items()}
+            carry = {name: value.to(device) for name, value in carry.items()}
+            self._continue(RunningEpisodes(carry, self.episode_metrics.unfinished))
         else:
             self.forget()
 

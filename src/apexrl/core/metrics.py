@@ -1,14 +1,14 @@
 """Task metrics: what a task declares, how steps fold into episodes, and how the results are named in the logs.
 
 Training and evaluation share these definitions. Every step writes its metrics into ``[T, N, 1]`` storage on the
-device; after the rollout ``aggregate_metrics`` folds the storage once into the episodes that ended in it.
+device; after the rollout ``fold_episodes`` folds the storage once into the episodes that ended in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -190,20 +190,20 @@ class _Segments:
     """Reduces ``[T, N]`` steps to ``[T + 1, N]`` episodes without leaving the device.
 
     The steps of environment ``n`` up to and including its first done are segment 0, and so on; the last segment is
-    the episode that goes on. What the unfinished episode had before this rollout enters segment 0.
+    the episode that continues. What the unfinished episode had before this rollout enters segment 0.
     """
 
+    NEUTRAL: ClassVar[Mapping[str, float]] = {"sum": 0.0, "amax": -torch.inf, "amin": torch.inf}
+    """The ways to reduce, with the number that changes no result."""
+
     def __init__(self, done: Tensor, unfinished: dict[str, Tensor]) -> None:
-        self.done = done
+        self.done, self.unfinished = done, unfinished
         self.segment = done.cumsum(0) - done.long()
         self.count = done.sum(0, keepdim=True)
-        self.ended = torch.arange(len(done) + 1, device=done.device)[:, None] < self.count
-        self.unfinished = unfinished
 
-    def reduce(self, x: Tensor, how: Literal["sum", "amax", "amin"], name: str = "") -> Tensor:
+    def reduce(self, x: Tensor, how: str, name: str = "") -> Tensor:
         """Reduce the steps ``[T, N]`` of every episode; under a ``name``, also those before this rollout."""
-        neutral = {"sum": 0.0, "amax": -torch.inf, "amin": torch.inf}[how]
-        out = x.new_full((len(x) + 1, x.shape[1]), neutral)
+        out = x.new_full((len(x) + 1, x.shape[1]), self.NEUTRAL[how])
         out[0] = self.unfinished.get(name, out[0])
         out.scatter_reduce_(0, self.segment, x, how)
         if name:
@@ -213,51 +213,40 @@ class _Segments:
         return out
 
 
-def aggregate_metrics(
-    metrics_storage: Mapping[str, Tensor],
-    metric_specs: Mapping[str, MetricSpec],
-    episode_metrics: EpisodeMetrics,
+def fold_episodes(
+    batch: TensorDict | Mapping[str, Any], metric_specs: Mapping[str, MetricSpec], episode_metrics: EpisodeMetrics
 ) -> FinishedEpisodes:
     """Fold the steps of one rollout into episodes; episodes that span rollouts are counted whole.
 
     Args:
-        metrics_storage: ``done`` (or ``done_mask``), ``reward`` and every metric of the rollout, ``[T, N]`` or ``[T, N,
-            1]``. Without ``reward`` the episodes have no ``return`` and no ``reward``.
-        metric_specs: how each metric folds; one that is not in the storage is left out.
+        batch: ``done``, ``reward`` and, under ``metric``, the metrics of the rollout, each ``[T, N, 1]``. Without
+            ``reward`` the episodes have no ``return`` and no ``reward``.
+        metric_specs: how each metric folds; one that is not in the batch is left out.
         episode_metrics: receives partial sums of running episodes and totals of the finished ones.
-
-    Raises:
-        KeyError: when the storage has neither ``done`` nor ``done_mask``.
     """
-    steps = {name: value.reshape(value.shape[:2]) for name, value in metrics_storage.items()}
-    done = steps.pop(DONE) if DONE in steps else steps.pop("done_mask", None)
-    if done is None:
-        raise KeyError(f"aggregate_metrics needs 'done' or 'done_mask'; the storage has {sorted(steps)}.")
-    steps = {name: value.double() for name, value in steps.items()}
-    segments = _Segments(done.bool(), episode_metrics.unfinished)
-    one = torch.ones_like(done, dtype=torch.double)
-    episode: dict[str, Tensor] = {}
-    if REWARD in steps:
-        episode["return"] = segments.reduce(steps[REWARD], "sum", "return")
-    episode["episode_len"] = segments.reduce(one, "sum", "episode_len")
-    if REWARD in steps:
-        episode["reward"] = episode["return"] / episode["episode_len"]
-    unknown = torch.full_like(one, torch.nan)
+    segments = _Segments(batch[DONE].squeeze(-1), episode_metrics.unfinished)
+    one = torch.ones_like(segments.done, dtype=torch.double)
+    episode = {"episode_len": segments.reduce(one, "sum", "episode_len")}
+    if REWARD in batch:
+        total = segments.reduce(batch[REWARD].squeeze(-1).double(), "sum", "return")
+        episode = {"return": total, **episode, "reward": total / episode["episode_len"]}
+    metrics, reported = batch.get(METRIC, {}), episode_metrics.reported
     events: dict[str, Tensor] = {}
     episode_metrics.specs.update(metric_specs)
     for name, spec in episode_metrics.specs.items():
         # One that was reported before, but not in this rollout, still belongs to episodes that end in it.
-        if name in steps or f"{name}/seen" in episode_metrics.unfinished or name in episode_metrics.reported:
-            x = steps.get(name, unknown)
+        if name in metrics or f"{name}/seen" in episode_metrics.unfinished or name in reported:
+            x = metrics[name].squeeze(-1).double() if name in metrics else torch.full_like(one, torch.nan)
             fields = _fold(spec, x, segments)
             if spec.event:
-                known, reported = (~x.isnan()).any(), episode_metrics.reported
+                known = (~x.isnan()).any()
                 # In place where it exists, as for the unfinished episodes.
                 reported[name] = reported[name].logical_or_(known) if name in reported else known
                 fields = {field: torch.where(reported[name] & v.isnan(), 0.0, v) for field, v in fields.items()}
                 events.update(dict.fromkeys(fields, reported[name]))
             episode.update(fields)
-    totals, ended = episode_metrics.totals, segments.ended & ~episode["episode_len"].isnan()
+    totals, places = episode_metrics.totals, torch.arange(len(one) + 1, device=one.device)[:, None]
+    ended = (places < segments.count) & ~episode["episode_len"].isnan()
     for name, value in episode.items():
         real = ended & ~value.isnan()
         total = torch.stack((torch.where(real, value, 0.0).sum(), real.sum()))
@@ -271,14 +260,27 @@ def aggregate_metrics(
     return finished
 
 
-def fold_episodes(
-    batch: TensorDict, metric_specs: Mapping[str, MetricSpec], episode_metrics: EpisodeMetrics
+def aggregate_metrics(
+    metrics_storage: Mapping[str, Tensor],
+    metric_specs: Mapping[str, MetricSpec],
+    episode_metrics: EpisodeMetrics,
 ) -> FinishedEpisodes:
-    """``aggregate_metrics`` on the outcomes and metrics of a batch ``[T, N]``."""
-    storage = {REWARD: batch[REWARD], DONE: batch[DONE]}
-    if METRIC in batch:
-        storage.update(batch[METRIC].items())
-    return aggregate_metrics(storage, metric_specs, episode_metrics)
+    """``fold_episodes`` on steps whose outcomes and metrics lie side by side.
+
+    Args:
+        metrics_storage: ``done`` (or ``done_mask``), ``reward`` and every metric of the rollout, ``[T, N]`` or ``[T, N,
+            1]``.
+        metric_specs: how each metric folds.
+        episode_metrics: receives the episodes.
+
+    Raises:
+        KeyError: when the storage has neither ``done`` nor ``done_mask``.
+    """
+    steps = {name: value.reshape(*value.shape[:2], 1) for name, value in metrics_storage.items()}
+    done = steps.get(DONE, steps.get("done_mask"))
+    if done is None:
+        raise KeyError(f"aggregate_metrics needs 'done' or 'done_mask'; the storage has {sorted(steps)}.")
+    return fold_episodes({**steps, DONE: done.bool(), METRIC: steps}, metric_specs, episode_metrics)
 
 
 def end_info(batch: TensorDict) -> dict[str, Tensor]:
@@ -295,26 +297,19 @@ def end_info(batch: TensorDict) -> dict[str, Tensor]:
 
 def _fold(spec: MetricSpec, x: Tensor, segments: _Segments) -> dict[str, Tensor]:
     """Return the episode fields of one metric ``[T, N]``; NaN where an episode never reported it."""
-    known = ~x.isnan()
+    known, is_event = ~x.isnan(), spec.name in EVENT_FIELDS
     seen = segments.reduce(known.double(), "sum", f"{spec.name}/seen")
-    is_event = spec.name in EVENT_FIELDS
-    if is_event:
-        ever = segments.reduce(torch.where(known, x, 0.0).clamp(0.0, 1.0), "amax", spec.name)
-        value = (ever > 0).double()
-    elif spec.reduce == "last":
+    if spec.reduce == "last" and not is_event:
         return {spec.name: segments.reduce(torch.where(segments.done, x, 0.0), "sum")}
-    elif spec.reduce == "max":
-        value = segments.reduce(torch.where(known, x, -torch.inf), "amax", spec.name)
-    elif spec.reduce == "min":
-        value = segments.reduce(torch.where(known, x, torch.inf), "amin", spec.name)
-    else:
-        total = segments.reduce(torch.where(known, x, 0.0), "sum", spec.name)
-        value = total / seen if spec.reduce == "mean" else total
-    episode = {f"{spec.name}_once" if is_event else spec.name: torch.where(seen > 0, value, torch.nan)}
+    how = "amax" if is_event else {"max": "amax", "min": "amin"}.get(spec.reduce, "sum")
+    value = segments.reduce(torch.where(known, x, segments.NEUTRAL[how]), how, spec.name)
+    value = torch.where(seen > 0, value / seen if spec.reduce == "mean" else value, torch.nan)
+    if not is_event:
+        return {spec.name: value}
+    fields = {f"{spec.name}_once": value}
     if spec.name == "success":
-        last = segments.reduce(torch.where(segments.done, x, 0.0), "sum")
-        episode["success_at_end"] = torch.where(last.isnan(), last, (last > 0).double())
-    return episode
+        fields["success_at_end"] = segments.reduce(torch.where(segments.done, x, 0.0), "sum")
+    return {field: torch.where(v.isnan(), v, (v > 0).double()) for field, v in fields.items()}
 
 
 # The one table of log names: episode field -> names below "rollout/" in training and "eval/" in evaluation.

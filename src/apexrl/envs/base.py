@@ -251,11 +251,11 @@ class VecEnv(ABC):
         td["next", OBSERVATION] = successor
         return td.clone(), {OBSERVATION: step.obs}
 
-    def find_moved(self) -> tuple[Observation, Tensor] | None:
+    def find_moved(self) -> RunningEpisodes | None:
         """Return where a simulator stands that was stepped or reset by its own methods since ``running`` was set.
 
         Returns:
-            The observation, and which episodes have steps behind them, ``[N]`` bool; None where nobody moved it.
+            Its episodes, without a memory; None where nobody moved it.
         """
         return None
 

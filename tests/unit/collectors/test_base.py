@@ -66,8 +66,8 @@ def test_the_policy_acts_in_evaluation_mode() -> None:
     _, collector = make()
     collector.policy.train()
     modes: list[bool] = []
-    act = collector.policy.act
-    collector.policy.act = lambda *a: (modes.append(collector.policy.training), act(*a))[1]  # type: ignore[func-returns-value,method-assign]
+    actor = collector.policy.get_submodule("actor")
+    actor.register_forward_hook(lambda *_: modes.append(collector.policy.training))
     collector.collect(2)
     assert modes == [False, False]
 

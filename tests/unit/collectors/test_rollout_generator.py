@@ -426,7 +426,7 @@ def test_the_rollout_of_rloo_neither_builds_successors_nor_copies_final_observat
         return found if found.final_obs is None else found._replace(final_obs=Untouchable())  # type: ignore[arg-type]
 
     monkeypatch.setattr(made.env, "step", step_without_end)
-    monkeypatch.setattr("apexrl.rollout._successors", Untouchable())
+    monkeypatch.setattr("apexrl.rollout.choose", Untouchable())
     batch = made.collect()
     assert batch["done"].any()
     assert not {"next_observation", "log"} & set(batch.keys())

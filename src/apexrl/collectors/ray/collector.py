@@ -20,9 +20,9 @@ from apexrl.collectors.base import BaseCollector, SyncCollector, WarmUp
 from apexrl.collectors.ray import session
 from apexrl.collectors.ray.workers import RayWorkers
 from apexrl.core.errors import ConfigError
-from apexrl.core.metrics import EpisodeMetrics, MetricSpec, aggregate_metrics, fold_episodes
+from apexrl.core.metrics import EpisodeMetrics, MetricSpec, fold_episodes
 from apexrl.core.system.seeding import ENV, POLICY, spawn_seed
-from apexrl.core.types import DONE, NEXT_OBSERVATION, NEXT_VALUE, POLICY_VERSION, REWARD, VALUE
+from apexrl.core.types import DONE, METRIC, NEXT_OBSERVATION, NEXT_VALUE, POLICY_VERSION, REWARD, VALUE
 from apexrl.envs.base import VecEnv
 from apexrl.envs.options import check_at_least
 from apexrl.policies.base import Policy
@@ -293,10 +293,9 @@ class RayCollector(BaseCollector):
         if not self.episode_metrics.unfinished:
             return
         step = torch.zeros(1, columns.stop - columns.start, 1)
-        storage = {REWARD: step, DONE: torch.ones_like(step, dtype=torch.bool)}
         specs, fresh = self.episode_metrics.specs, EpisodeMetrics()
-        storage.update({name: torch.full_like(step, torch.nan) for name in specs})
-        aggregate_metrics(storage, specs, fresh)
+        unknown = {name: torch.full_like(step, torch.nan) for name in specs}
+        fold_episodes({REWARD: step, DONE: torch.ones_like(step, dtype=torch.bool), METRIC: unknown}, specs, fresh)
         for name, value in self.episode_metrics.unfinished.items():
             value[columns] = fresh.unfinished[name]
 

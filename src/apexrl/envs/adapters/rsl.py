@@ -30,7 +30,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from apexrl.core.errors import EnvError, EnvStateError
-from apexrl.core.metrics import RESERVED_NAMES, MetricSpec
+from apexrl.core.metrics import RESERVED_NAMES, MetricSpec, begun_before
 from apexrl.core.observations import leaves
 from apexrl.core.types import OBS_KEY, OBSERVATION, EnvStep, Observation
 from apexrl.envs.adapters.simulators import space_of
@@ -105,7 +105,7 @@ class RslVecEnv(VecEnv):
         lengths = getattr(self.simulator, "episode_length_buf", None)
         self._lengths = None if lengths is None or running is None else torch.as_tensor(lengths).clone()
 
-    def find_moved(self) -> tuple[Observation, Tensor] | None:
+    def find_moved(self) -> RunningEpisodes | None:
         """Return where the simulator stands, if its ``episode_length_buf`` changed or, without one, what it shows."""
         running, lengths = self._running, getattr(self.simulator, "episode_length_buf", None)
         if running is None or self.capturable:
@@ -114,12 +114,14 @@ class RslVecEnv(VecEnv):
             lengths = torch.as_tensor(lengths)
             if self._lengths is None or torch.equal(lengths, self._lengths):
                 return None
-            return self._current(), (lengths > 0).to(self.device)
-        obs, again = self._current().clone(), self._current()
-        is_noisy = not _are_equal(obs, again)  # then it tells nothing
-        if is_noisy or _are_equal(obs, running.carry[OBSERVATION]):
-            return None
-        return again, torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+            obs, has_begun = self._current(), (lengths > 0).to(self.device)
+        else:
+            before, obs = self._current().clone(), self._current()
+            is_noisy = not _are_equal(before, obs)  # then it tells nothing
+            if is_noisy or _are_equal(obs, running.carry[OBSERVATION]):
+                return None
+            has_begun = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+        return RunningEpisodes({OBSERVATION: obs.clone()}, begun_before(has_begun))
 
     def reset(self, seed: int | None = None) -> Observation:
         """Start a new episode everywhere, where the simulator can."""
