@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from apexrl.algorithms import PPOROA as PPOROA
     from apexrl.algorithms import RLOO as RLOO
     from apexrl.algorithms import SAC as SAC
+    from apexrl.algorithms import AlgorithmConfig as AlgorithmConfig
     from apexrl.algorithms import BaseAlgorithm as BaseAlgorithm
     from apexrl.algorithms import BCConfig as BCConfig
     from apexrl.algorithms import PPOConfig as PPOConfig
     from apexrl.algorithms import PPOROAConfig as PPOROAConfig
     from apexrl.algorithms import RLOOConfig as RLOOConfig
     from apexrl.algorithms import SACConfig as SACConfig
+    from apexrl.algorithms import register_algorithm as register_algorithm
     from apexrl.algorithms.replay import ReplayBuffer as ReplayBuffer
     from apexrl.collectors import AsyncCollector as AsyncCollector
     from apexrl.collectors import BaseCollector as BaseCollector
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from apexrl.envs.suites import TaskSuite as TaskSuite
     from apexrl.envs.suites import make_suite as make_suite
     from apexrl.envs.suites.env import SuiteVecEnv as SuiteVecEnv
+    from apexrl.envs.tasks import register_task as register_task
     from apexrl.evaluation.evaluate import EvaluationResult as EvaluationResult
     from apexrl.evaluation.evaluate import evaluate as evaluate
     from apexrl.evaluation.video import record_video as record_video
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from apexrl.policies import ROAPolicy as ROAPolicy
     from apexrl.policies import SACPolicy as SACPolicy
     from apexrl.policies import VLAPolicy as VLAPolicy
+    from apexrl.policies.config import register_policy as register_policy
     from apexrl.policies.networks import MLPActor as MLPActor
     from apexrl.policies.networks import MLPCritic as MLPCritic
     from apexrl.policies.networks import QEnsemble as QEnsemble
@@ -68,7 +72,8 @@ __version__ = "0.1.0"
 # Names are imported when first used, so that `apexrl --help` does not wait for PyTorch.
 _HOME = {
     "agent": "OnPolicyRunner Trainer TrainingConfig",
-    "algorithms": "BC BCConfig BaseAlgorithm PPO PPOConfig PPOROA PPOROAConfig RLOO RLOOConfig SAC SACConfig",
+    "algorithms": "AlgorithmConfig BC BCConfig BaseAlgorithm PPO PPOConfig PPOROA PPOROAConfig RLOO RLOOConfig SAC "
+    "SACConfig register_algorithm",
     "algorithms.replay": "ReplayBuffer",
     "collectors": "AsyncCollector BaseCollector InitStateDataset InitStateSampler RayCollector "
     "RolloutGenerator RolloutStats SuiteRunner SyncCollector",
@@ -78,6 +83,8 @@ _HOME = {
     "collectors.demonstrations.record": "record_demos",
     "envs": "GymVecEnv MujocoVecEnv RslVecEnv VecEnv check_env get_metric_specs_from_env make_env",
     "envs.suites.env": "SuiteVecEnv",
+    "envs.tasks": "register_task",
+    "policies.config": "register_policy",
     "envs.suites": "TaskSuite make_suite",
     "core.result": "EvaluationResult",
     "evaluation.evaluate": "evaluate",

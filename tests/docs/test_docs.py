@@ -278,7 +278,7 @@ def test_the_table_of_fields_is_current() -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_page_of_an_algorithm_names_every_option(name: str) -> None:
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    options = {entry.name for entry in fields(ALGORITHMS[name][1])} - {"name"}
+    options = {entry.name for entry in fields(ALGORITHMS[name].config_class)} - {"name"}
     assert options <= set(re.findall(r"`(\w+)`", text))
 
 

@@ -93,16 +93,16 @@ class OnPolicyRunner(Trainer):
     ) -> None:
         vec_env = as_vec_env(env)
         if agent is None:
-            known = [name for name, (cls, _) in ALGORITHMS.items() if cls.on_policy and cls.learns_from == "steps"]
+            known = [name for name, cls in ALGORITHMS.items() if cls.on_policy and cls.learns_from == "steps"]
             if algorithm not in known:
                 raise ConfigError(
                     f"Unknown algorithm '{algorithm}'; known are {known}." + did_you_mean(algorithm, known)
                 )
             make: Any
-            make, config_class = ALGORITHMS[algorithm]
-            if cfg is not None and getattr(cfg, "name", None) != algorithm:
+            make = ALGORITHMS[algorithm]
+            if cfg is not None and type(cfg) is not make.config_class:
                 raise ConfigError(
-                    f"algorithm '{algorithm}' needs a {config_class.__name__} as cfg, got {type(cfg).__name__}."
+                    f"algorithm '{algorithm}' needs a {make.config_class.__name__} as cfg, got {type(cfg).__name__}."
                 )
             policy = make.policy_for(vec_env, actor_class, critic_class, actor_cfg, critic_cfg)
             agent = make(policy=policy.to(device or find_device()), cfg=cfg)

@@ -23,11 +23,9 @@ RECIPE = "recipe"
 """Key of a checkpoint that was saved without a whole configuration."""
 CLASS = "class"
 """The only key of a mapping that stands for a class, or for a value that is not plain."""
-_ALGORITHMS = {cls.__name__: (name, cls) for name, (cls, _) in ALGORITHMS.items()}
-_POLICIES = {policy.__name__: policy for _, cls in _ALGORITHMS.values() for policy in cls.policies.values()}
 OWN_CLASSES: dict[str, type] = {
-    **{name: cls for name, (_, cls) in _ALGORITHMS.items()},
-    **_POLICIES,
+    **{cls.__name__: cls for cls in ALGORITHMS.values()},
+    **{policy.__name__: policy for cls in ALGORITHMS.values() for policy in cls.policies.values()},
     **{cls.__name__: cls for cls in (MLPActor, MLPCritic, QEnsemble)},
 }
 """What may be created from a name in a file."""

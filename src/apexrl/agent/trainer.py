@@ -29,6 +29,7 @@ from apexrl.algorithms.base import BaseAlgorithm
 from apexrl.collectors.base import BaseCollector, SyncCollector
 from apexrl.collectors.episodes import SuiteRunner
 from apexrl.collectors.groups import RolloutGenerator
+from apexrl.core import plugins
 from apexrl.core.errors import ApexRLError, ConfigError, EnvError, RunDirError, did_you_mean
 from apexrl.core.observations import leaves
 from apexrl.core.system import distributed
@@ -290,7 +291,7 @@ class Trainer:
             self.checkpointer.save_before_leaving()
         text = self.checkpointer.last_good()
         if self.config and isinstance(error, EnvError | RunDirError):
-            text += f" Fix the problem, then resume with: apexrl train --resume {self.run_dir}"
+            text += f" Fix the problem, then resume with: apexrl train --resume {self.run_dir}{plugins.flag()}"
         if isinstance(error, ApexRLError):
             error.args = (f"{error} {text}",)
         else:

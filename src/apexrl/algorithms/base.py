@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 
 from apexrl.core.errors import ConfigError, DivergenceError, did_you_mean, requirement
 from apexrl.core.observations import leaves
@@ -26,7 +26,8 @@ from apexrl.core.types import (
     VALUE,
     Observation,
 )
-from apexrl.policies.base import Policy
+from apexrl.policies import ActorCritic, Policy
+from apexrl.policies.config import POLICIES
 
 MAX_BEHAVIOUR_WEIGHT = 2.0
 """Most that a sample of older weights counts for being likelier under the policy at the start of the update."""
@@ -37,13 +38,16 @@ Source = Literal["steps", "groups", "demonstrations"]
 """What batches are made of: steps of running episodes, groups of whole episodes that start alike, demonstrations."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """What a run asks of the options of any algorithm, besides their fields."""
 
-    name: str
-    num_updates: int = 0
+    name: str = ""
+    """The algorithm."""
+    # Without annotations: no fields here, though a subclass may make them such.
+    num_updates = 0
     """Iterations of a whole training; 0 where the algorithm leaves them to the schedule."""
-    demo_reader: str = ""
+    demo_reader = ""
     """The option that reads demonstrations while training, for messages; empty where none does."""
 
     def check_policy(self, policy: type[Policy]) -> None:
@@ -72,6 +76,8 @@ class AlgorithmConfig:
 class BaseAlgorithm(ABC):
     """Turns a batch into a parameter update. A new algorithm implements ``update``."""
 
+    config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
+    """Its options, a dataclass: the section ``algo`` of a configuration."""
     required_keys: ClassVar[frozenset[str]] = frozenset(
         {OBSERVATION, ACTION, REWARD, TERMINATED, TRUNCATED, DONE, VALUE, NEXT_VALUE, SAMPLE_LOG_PROB}
     )
@@ -80,7 +86,7 @@ class BaseAlgorithm(ABC):
     """Whether batches must come from the current policy."""
     learns_from: ClassVar[Source] = "steps"
     """What ``update`` takes; a task says which of these it has."""
-    policies: ClassVar[Mapping[str, type[Policy]]] = {}
+    policies: ClassVar[Mapping[str, type[Policy]]] = {"mlp": ActorCritic}
     """Policy of each ``policy.kind`` that the algorithm can train."""
     shared_fields: ClassVar[Mapping[str, Callable[[int, str], int]] | None] = None
     """Fields of the configuration that several processes split, and how; None: it learns in one process only."""
@@ -89,10 +95,27 @@ class BaseAlgorithm(ABC):
     advice_without_steps: ClassVar[str] = ""
     """What to change when a whole run took no optimizer step."""
 
-    def __init__(self, policy: Policy, num_steps: int = 32) -> None:
+    def __init__(self, policy: Policy, cfg: Any = None, num_steps: int | None = None) -> None:
         self.policy = policy
-        self.num_steps = num_steps
+        self.cfg: Any = own_config(cfg, self.config_class)
+        self.num_steps: int = num_steps or int(getattr(self.cfg, "num_steps", 32))
         """Steps of each environment in one rollout."""
+
+    @classmethod
+    def policy_class(cls, kind: str) -> type[Policy]:
+        """Return the policy that ``policy.kind`` means: one of ``policies``, or a policy or an actor of a user."""
+        own = cls.policies.get(kind) or POLICIES.find(kind)
+        if own is None:
+            known = [*cls.policies, *POLICIES.names()]
+            raise ConfigError(
+                f"policy.kind must be one of {known} for {cls.__name__}, or module:Class, got '{kind}'."
+                f"{did_you_mean(kind, known)}"
+            )
+        if issubclass(own, Policy):
+            return own
+        if "mlp" not in cls.policies:
+            raise ConfigError(f"policy.kind '{kind}' is an actor network, and {cls.__name__} takes none; use a Policy.")
+        return cls.policies["mlp"]
 
     @property
     def rollout_policy(self) -> Policy:
@@ -161,12 +184,22 @@ class BaseAlgorithm(ABC):
         return
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the algorithm needs to go on, without the policy, as tensors and plain values."""
-        return {}
+        """Return what the algorithm needs to continue, without the policy, as tensors and plain values.
+
+        By default, the state of every optimizer, scheduler and module that is one of its attributes.
+        """
+        return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
-        return
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+
+    def _parts(self) -> dict[str, Any]:
+        """Return the attributes that have a state, besides the policy."""
+        kinds = torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, nn.Module
+        parts = {name: part for name, part in vars(self).items() if isinstance(part, kinds)}
+        return {name: part for name, part in parts.items() if part is not self.policy}
 
     def without_own_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a ``state_dict`` without what is of no use to another number of processes than wrote it."""

@@ -32,7 +32,7 @@ from apexrl.policies.vla.lerobot import LeRobotPolicy
 class BCConfig(AlgorithmConfig):
     """Options of behaviour cloning."""
 
-    name: Literal["bc"] = "bc"
+    name: str = "bc"
     """The algorithm."""
     num_updates: int = 1500
     """Gradient steps of a fit."""
@@ -147,6 +147,8 @@ class BC(BaseAlgorithm):
         acceleration: precision of the networks.
     """
 
+    cfg: BCConfig
+    config_class = BCConfig
     policies: ClassVar[Mapping[str, type[Policy]]] = {"vla": VLAPolicy, "mlp": ActorCritic}
     required_keys = frozenset({OBSERVATION, ACTION})
     on_policy = False
@@ -155,8 +157,8 @@ class BC(BaseAlgorithm):
     def __init__(
         self, *, policy: Policy, cfg: BCConfig | None = None, acceleration: Acceleration | None = None
     ) -> None:
-        self.cfg = cfg = own_config(cfg, BCConfig)
-        super().__init__(policy, num_steps=1)
+        cfg = own_config(cfg, BCConfig)
+        super().__init__(policy, cfg, num_steps=1)
         self.acceleration = acceleration or Acceleration()
         trained = [(name, p) for name, p in policy.named_parameters() if not name.startswith("critic.")]
         if not cfg.learn_std:

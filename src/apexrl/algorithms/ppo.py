@@ -19,7 +19,6 @@ from apexrl.algorithms.base import (
     check_source,
     checker,
     find_device,
-    own_config,
 )
 from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate, minibatches
 from apexrl.algorithms.optimizer import FlatAdam
@@ -61,7 +60,7 @@ from apexrl.policies.networks.mlp import ActionHead
 class PPOConfig(AlgorithmConfig):
     """Options of PPO."""
 
-    name: Literal["ppo"] = "ppo"
+    name: str = "ppo"
     """The algorithm."""
     num_steps: int = 32
     """Steps of each environment in one rollout."""
@@ -191,6 +190,8 @@ class PPO(BaseAlgorithm):
     critic_class)``, which makes an ``ActorCritic`` on ``device``, or on CUDA when there is one.
     """
 
+    cfg: PPOConfig
+    config_class = PPOConfig
     policies: ClassVar[Mapping[str, type[Policy]]] = {
         "mlp": ActorCritic,
         "gru": RecurrentActorCritic,
@@ -232,8 +233,7 @@ class PPO(BaseAlgorithm):
             device = device or find_device()
         if device is not None:
             policy.to(device)
-        self.cfg = own_config(cfg, PPOConfig)
-        super().__init__(policy, self.cfg.num_steps)
+        super().__init__(policy, cfg)
         self.reward_scaler = RewardScaler(self.cfg.gamma).to(policy.device) if self.cfg.normalize_reward else None
         self.acceleration = acceleration or Acceleration()
         self.terms = tuple(terms)

@@ -32,7 +32,7 @@ Phase = Literal["train", "finetune"]
 class PPOROAConfig(PPOConfig):
     """Options of PPO-ROA, besides those of PPO."""
 
-    name: Literal["ppo_roa"] = "ppo_roa"  # type: ignore[assignment]
+    name: str = "ppo_roa"
     """The algorithm."""
     phase: Literal["both", "train", "finetune"] = "both"
     """train: the teacher acts and the student imitates it; finetune: the student acts; both: one after the other."""
@@ -115,6 +115,7 @@ class PPOROA(PPO):
         acceleration: how the update runs.
     """
 
+    config_class = PPOROAConfig
     policies: ClassVar[Mapping[str, type[Policy]]] = {"roa": ROAPolicy}
     moves_normalizer = False
 

@@ -52,7 +52,7 @@ ROWS_WITHOUT_GRADIENT = 4096
 class RLOOConfig(AlgorithmConfig):
     """Options of RLOO."""
 
-    name: Literal["rloo"] = "rloo"
+    name: str = "rloo"
     """The algorithm."""
     rloo_batch_size: int = 8
     """Rollouts from one initial state: a group."""
@@ -250,6 +250,8 @@ class RLOO(BaseAlgorithm):
         "num_groups": distributed.share,
         "minibatch_size": distributed.share_rounded,
     }
+    cfg: RLOOConfig
+    config_class = RLOOConfig
     policies: ClassVar[Mapping[str, type[Policy]]] = {"vla": VLAPolicy, "mlp": ActorCritic}
     advice_without_steps = (
         "In no batch did a group have both successes and failures. Start from demonstrations (task.num_demos with "
@@ -262,8 +264,8 @@ class RLOO(BaseAlgorithm):
     def __init__(
         self, *, policy: Policy, cfg: RLOOConfig | None = None, acceleration: Acceleration | None = None
     ) -> None:
-        self.cfg = cfg = own_config(cfg, RLOOConfig)
-        super().__init__(policy, cfg.num_groups)
+        cfg = own_config(cfg, RLOOConfig)
+        super().__init__(policy, cfg, num_steps=cfg.num_groups)
         self.acceleration = acceleration or Acceleration()
         self.reference = copy.deepcopy(policy).eval().requires_grad_(False) if cfg.kl_coef > 0 else None
         """The policy that training started with."""

@@ -36,7 +36,7 @@ MAX_CAPACITY = 10**12
 class SACConfig(AlgorithmConfig):
     """Options of SAC."""
 
-    name: Literal["sac"] = "sac"
+    name: str = "sac"
     """The algorithm."""
     num_steps: int = 4
     """Steps of each environment between updates."""
@@ -143,6 +143,8 @@ class SAC(BaseAlgorithm):
         "learning_starts": distributed.share_rounded,
         "replay_capacity": distributed.share_rounded,
     }
+    cfg: SACConfig
+    config_class = SACConfig
     policies: ClassVar[Mapping[str, type[Policy]]] = {"mlp": SACPolicy}
 
     def __init__(
@@ -163,7 +165,7 @@ class SAC(BaseAlgorithm):
             raise ConfigError(
                 f"SAC trains a SACPolicy, got {type(policy).__name__}; use SACPolicy.for_env(env), or train with PPO."
             )
-        self.cfg = cfg = own_config(cfg, SACConfig)
+        cfg = own_config(cfg, SACConfig)
         if policy is None:
             policy = SACPolicy.for_env(
                 as_vec_env(env),
@@ -175,7 +177,7 @@ class SAC(BaseAlgorithm):
             device = device or find_device()
         if device is not None:
             policy.to(device)
-        super().__init__(policy, cfg.num_steps)
+        super().__init__(policy, cfg)
         self.policy: SACPolicy = policy
         self.acceleration = acceleration or Acceleration()
         here = policy.device

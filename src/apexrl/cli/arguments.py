@@ -46,6 +46,8 @@ def add_commands(command: AddCommand) -> None:
     train.add_argument("--help-all", action="store_true", help="every option")
     train.add_argument("preset", nargs="?", help="a preset (see 'apexrl list') or a YAML file; default lift_ppo")
     train.add_argument("--config_path", "--config-path", metavar="FILE", help="a YAML file, instead of a preset")
+    train.add_argument("--algo", metavar="NAME", help="short for --algo.name; module:Class for one of your own")
+    train.add_argument("--policy", metavar="NAME", help="short for --policy.kind; module:Class for one of your own")
     train.add_argument("--run-dir", type=Path, metavar="DIR", help="a new directory; default runs/<preset>-<time>")
     train.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue from the newest checkpoint of a run")
     train.add_argument("--seeds", metavar="N|A,B,…", help="train N seeds, or these, and aggregate their results")
@@ -116,7 +118,20 @@ def add_commands(command: AddCommand) -> None:
     demos.add_argument("--proprioception", action="store_true", help="leave places of objects out of the state")
     demos.add_argument("--num-workers", type=positive, metavar="N", help="processes; default one per core")
 
-    command("list", "List presets, tasks and algorithms.", "tools.run_list")
+    listed = command("list", "List presets, tasks and algorithms.", "tools.run_list")
     check = command("check-env", "Check that an environment keeps the contract.", "tools.run_check_env")
     check.add_argument("id", help="a task of 'apexrl list', a Gymnasium id, or a simulator's, as maniskill/PickCube-v1")
     check.add_argument("--num-envs", type=positive, default=4, metavar="N", help="default 4")
+
+    for child in (train, sweep, evaluate, play, manifest, compare, export, demos, listed, check):
+        text = "import a module that registers tasks, algorithms or policies; may be repeated"
+        child.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=text)
+    for child in (train, sweep, evaluate, play, manifest, compare, export, demos):
+        text = "import the modules that a configuration, run or checkpoint names; only for files that you trust"
+        child.add_argument("--allow-imports", action="store_true", help=text)
+
+
+def short_overrides(options: argparse.Namespace) -> list[tuple[str, str | None]]:
+    """Return the fields of a configuration that have a short option, and what was given for them."""
+    fields = {} if options.command != "train" else {"algo.name": options.algo, "policy.kind": options.policy}
+    return list(fields.items())

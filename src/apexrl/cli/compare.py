@@ -11,6 +11,7 @@ from pathlib import Path
 from apexrl.cli.arguments import NUM_EPISODES
 from apexrl.cli.common import Overrides
 from apexrl.cli.evaluate import check_output, evaluate_on_manifest
+from apexrl.core import plugins
 from apexrl.core.errors import ConfigError
 from apexrl.core.system.files import write_json
 from apexrl.core.system.provenance import provenance
@@ -44,6 +45,7 @@ def _task_config(source: str, overrides: Overrides) -> Config:
         return make_config(with_overrides(resumed_config(Path(source)).to_dict(), overrides))
     if source in preset_names() or Path(source).suffix in (".yaml", ".yml"):
         return load_config(source, overrides)
+    plugins.trust([source])
     if source in SUITES or source.startswith("metaworld:"):
         return make_config(with_overrides({"task": {"benchmark_name": source}, "algo": {"name": "bc"}}, overrides))
     return make_config(with_overrides({"task": {"id": source}}, overrides))
@@ -143,4 +145,4 @@ def _command(options: argparse.Namespace, a: Results, b: Results) -> str:
     sides = [str(path) if path.suffix == ".json" else side.name for path, side in ((options.a, a), (options.b, b))]
     given = {name: getattr(options, name) for name in ("manifest", "episodes", "seed", "device")}
     more = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
-    return shlex.join(["apexrl", "compare", *sides, *more])
+    return shlex.join(["apexrl", "compare", *sides, *more]) + plugins.flag()

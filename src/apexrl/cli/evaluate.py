@@ -11,6 +11,7 @@ from pathlib import Path
 from apexrl.agent.trainer import EVAL_SEED_OFFSET
 from apexrl.cli.arguments import NUM_EPISODES
 from apexrl.cli.common import Overrides, progress
+from apexrl.core import plugins
 from apexrl.core.errors import ConfigError, EnvError, RunDirError
 from apexrl.core.system.files import write_json
 from apexrl.envs import VecEnv
@@ -75,7 +76,9 @@ def _eval_manifest(options: argparse.Namespace) -> int:
         words = ["apexrl", "eval", str(trained.checkpoint), "--manifest", str(options.manifest)]
         words += ["--device", options.device] if options.device else []
         num_envs, device = options.num_envs or trained.config.training.eval_num_envs, options.device or "cpu"
-        content = results_record(trained, manifest, result, shlex.join(words), num_envs=num_envs, device=device)
+        content = results_record(
+            trained, manifest, result, shlex.join(words) + plugins.flag(), num_envs=num_envs, device=device
+        )
         print(f"Results: {write_json(options.output, content)}")
     return 0
 

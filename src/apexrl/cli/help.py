@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from apexrl.algorithms import ALGORITHMS
 from apexrl.cli.common import Overrides
+from apexrl.policies.config import POLICIES, POLICY_KINDS
 from apexrl.run.config import CONFIG_SECTIONS, SECTION_CHOICES, field_help
 from apexrl.run.loading import load_config
 from apexrl.run.sources import default_source, read_source
@@ -22,6 +24,11 @@ algo.batch_size algo.utd_ratio algo.num_updates algo.num_groups training.eval_in
 """What most users set; of those, the fields that the algorithm and the task have are shown, while there is room."""
 MAX_OPTIONS = 37
 NAME_WIDTH = 44
+_CHOICES: dict[str, Callable[[], list[str]]] = {
+    "algo.name": ALGORITHMS.names,
+    "policy.kind": lambda: [*POLICY_KINDS, *POLICIES.names()],
+}
+"""Fields that name what users may bring along, and what they may name besides."""
 _TYPE_NAMES = {int: "integer", float: "number", bool: "true|false", str: "string", type(None): "null"}
 
 
@@ -56,11 +63,9 @@ def _lines(section: str, values: Any, names: Iterable[str]) -> Iterator[str]:
     texts, kinds = field_help(type(values)), get_type_hints(type(values))
     for name in names:
         shown = f"--{section}.{name} {value_text(getattr(values, name))}"
-        # What chooses the class of a section has the choices of all its classes.
-        chooses = name in ("name", "kind")
-        types_of = [get_type_hints(cls)[name] for cls in CONFIG_SECTIONS[section]] if chooses else [kinds[name]]
-        text = texts[name].replace("``", "'")
-        yield f"  {shown:{NAME_WIDTH}}  {'|'.join(map(type_text, types_of))}. {text}"
+        choices = _CHOICES.get(f"{section}.{name}")
+        kind = "|".join([*choices(), "module:Class"]) if choices else type_text(kinds[name])
+        yield f"  {shown:{NAME_WIDTH}}  {kind}. {texts.get(name, '').replace('``', chr(39))}".rstrip()
 
 
 def value_text(value: Any) -> str:

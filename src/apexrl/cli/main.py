@@ -15,8 +15,10 @@ from functools import partial
 from importlib import import_module
 
 from apexrl import __version__
+from apexrl.cli import arguments
 from apexrl.cli.arguments import Parser, add_commands
 from apexrl.cli.common import Command, Overrides
+from apexrl.core import plugins
 from apexrl.core.errors import ApexRLError, ConfigError, did_you_mean
 from apexrl.run import sources
 
@@ -43,13 +45,14 @@ Train robot policies with reinforcement learning.
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run a command; problems that the user can fix give one message and exit code 2."""
     try:
-        if arguments is None:
+        if words is None:
             gc.disable()  # until all is imported, of which nothing becomes garbage
+            os.environ.setdefault("PYTHONSAFEPATH", "1")  # no child of this process imports from the current directory
         with _plain_warnings():
-            return _run_command(list(sys.argv[1:] if arguments is None else arguments))
+            return _run_command(list(sys.argv[1:] if words is None else words))
     except ApexRLError as error:
         return _end(str(error))
     except BrokenPipeError:
@@ -71,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("apexrl: interrupted.", file=sys.stderr)
         return 130
     finally:
-        if arguments is None:
+        if words is None:
             gc.freeze()  # the process ends: a last search for garbage would take most of a second
 
 
@@ -105,6 +108,7 @@ def _run_command(words: list[str]) -> int:
     if options.command is None:
         parser.print_help()
         return 0
+    overrides += [(field, name) for field, name in arguments.short_overrides(options) if name is not None]
     rest += [f"--{name}" for name, _ in overrides if options.command not in ("train", "manifest")]
     if rest:
         raise ConfigError(_unknown(rest[0], options.command))
@@ -113,17 +117,28 @@ def _run_command(words: list[str]) -> int:
             raise ConfigError("Give a preset or --config_path, not both.")
         if source := options.config_path or options.preset:
             sources.require_source(source)
-        if options.help or options.help_all:
-            from apexrl.cli.help import train_help
+    _import_plugins(options, overrides)
+    if options.command == "train" and (options.help or options.help_all):
+        from apexrl.cli.help import train_help
 
-            print(train_help(children["train"].format_help(), source, overrides, options.help_all))
-            return 0
+        source = options.config_path or options.preset
+        print(train_help(children["train"].format_help(), source, overrides, options.help_all))
+        return 0
     module, _, function = options.run.partition(".")
     run: Command = getattr(import_module(f"apexrl.cli.{module}"), function)
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
     return run(options, overrides)
+
+
+def _import_plugins(options: argparse.Namespace, overrides: Overrides) -> None:
+    """Import what ``--import`` names. What is typed is trusted, what a file says is not."""
+    imports = getattr(options, "imports", [])
+    plugins.trust([*imports, *(value for name, value in overrides if name in plugins.FIELDS)])
+    if getattr(options, "allow_imports", False):
+        plugins.allow_imports()
+    plugins.import_all(imports)
 
 
 def _parser() -> tuple[Parser, dict[str, Parser]]:
@@ -178,6 +193,6 @@ def _unknown(word: str, command: str) -> str:
     if command == "train":
         from apexrl.run.config import field_paths
 
-        own = ["run-dir", "resume", "config_path", "seeds", "jobs", "help-all"]
+        own = ["run-dir", "resume", "config_path", "seeds", "jobs", "help-all", "import", "allow-imports"]
         hint = sources.nearest_option(name.lstrip("-"), own + field_paths())
     return f"Unknown option '{name}'.{hint} 'apexrl {command} --help' lists all."

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from apexrl.cli.common import Overrides, warn
+from apexrl.core import plugins
 from apexrl.core.errors import ConfigError, RunDirError, plural
 from apexrl.core.system import distributed
 from apexrl.core.system.files import DirectoryLock
@@ -94,7 +95,7 @@ def _train_all(stored: SeedRuns, num_jobs: int) -> int:
         lock.release()
     if stopped is not None:
         left = _listed([entry.seed for entry in stored.with_state("waiting")])
-        print(f"\nStopped; not finished: seeds {left}. Resume with: apexrl train --resume {stored.directory}")
+        print(f"\nStopped; not finished: seeds {left}. Resume with: {_resume_command(stored)}")
         return 128 + stopped
     return _show_seeds(stored)
 
@@ -137,9 +138,13 @@ def _show_seeds(stored: SeedRuns) -> int:
     if stored.config["features"]["save_plot"]:
         show_curve(stored.directory)
     if failed := stored.with_state("failed"):
-        print(f"{len(failed)} of {len(stored.runs)} failed. Try again with: apexrl train --resume {stored.directory}")
+        print(f"{len(failed)} of {len(stored.runs)} failed. Try again with: {_resume_command(stored)}")
         return 1
     return 0
+
+
+def _resume_command(stored: SeedRuns) -> str:
+    return f"apexrl train --resume {stored.directory}{plugins.flag()}"
 
 
 def show_curve(directory: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from apexrl.cli.common import Overrides
 from apexrl.cli.seeds import JobDisplay
+from apexrl.core import plugins
 from apexrl.core.errors import ConfigError, RunDirError
 from apexrl.core.system.files import DirectoryLock
 from apexrl.experiments import jobs
@@ -54,7 +55,7 @@ def _search(file: SweepFile, directory: Path, num_jobs: int) -> int:
         stopped = jobs.run_jobs(sweep.next_job, on_report, num_jobs)
     results = sweep.write()
     if stopped is not None:
-        print(f"\nStopped. Resume with: apexrl sweep --resume {directory}")
+        print(f"\nStopped. Resume with: apexrl sweep --resume {directory}{plugins.flag()}")
         return 128 + stopped
     _show_trials(results)
     best = results["best"]
@@ -64,7 +65,7 @@ def _search(file: SweepFile, directory: Path, num_jobs: int) -> int:
     if results["importance"]:
         print("Importance: " + ", ".join(f"{name} {share:.0%}" for name, share in results["importance"].items()))
     print(f"Image: {sweep.draw(results)}")
-    print(f"Best configuration: {directory / BEST} (apexrl train {directory / BEST})")
+    print(f"Best configuration: {directory / BEST} (apexrl train {directory / BEST}{plugins.flag()})")
     return 0
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+from typing import Any
 
 from apexrl import envs
 from apexrl.algorithms import ALGORITHMS
 from apexrl.cli.common import Overrides
 from apexrl.core.errors import ConfigError
+from apexrl.core.plugins import Registry
 from apexrl.envs.mujoco.env import MUJOCO_TASKS
 from apexrl.envs.mujoco.tasks import GYMNASIUM_TASKS
 from apexrl.envs.registry import SIMULATORS
@@ -22,8 +25,7 @@ def run_list(options: argparse.Namespace, overrides: Overrides) -> int:
     for name in sources.preset_names():
         print(f"  {name:18} {sources.preset_summary(name)}")
     print("Tasks (--task.id NAME; any Gymnasium id works too):")
-    for name, task in TASKS.items():
-        print(f"  {name:18} {(task.__doc__ or '').splitlines()[0]}")
+    _show_classes(TASKS)
     for name in [name for name in MUJOCO_TASKS if name not in GYMNASIUM_TASKS]:
         print(f"  {f'mujoco/{name}':18} {(MUJOCO_TASKS[name].__doc__ or '').splitlines()[0]}")
     print(f"  {', '.join(GYMNASIUM_TASKS)}: simulated in threads, with Gymnasium's numbers.")
@@ -32,9 +34,14 @@ def run_list(options: argparse.Namespace, overrides: Overrides) -> int:
     print("Suites of tasks (--task.benchmark_name NAME, for rloo and bc):")
     print(f"  {', '.join(SUITES)}, and metaworld:TASK for one task")
     print("Algorithms (--algo.name NAME):")
-    for name, (algorithm, _config) in ALGORITHMS.items():
-        print(f"  {name:18} {(algorithm.__doc__ or '').splitlines()[0]}")
+    _show_classes(ALGORITHMS)
     return 0
+
+
+def _show_classes(registry: Registry[Any]) -> None:
+    for name in registry.names():
+        text = inspect.getdoc(registry[name]) if name in registry else "installed by another package"
+        print(f"  {name:18} {(text or '').partition(chr(10))[0]}")
 
 
 def run_check_env(options: argparse.Namespace, overrides: Overrides) -> int:

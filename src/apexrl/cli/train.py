@@ -13,6 +13,7 @@ from apexrl.agent.trainer import NO_EVALUATION
 from apexrl.cli.common import Overrides, progress
 from apexrl.cli.evaluate import show_tasks, write_video
 from apexrl.cli.seeds import resume_seeds, show_curve, start_seeds
+from apexrl.core import plugins
 from apexrl.core.errors import ConfigError, EnvError
 from apexrl.core.system import distributed
 from apexrl.experiments import seeds
@@ -65,7 +66,7 @@ def run_train(options: argparse.Namespace, overrides: Overrides) -> int:
     except (KeyboardInterrupt, SystemExit) as stop:
         console.close()
         where = f"iteration {trainer.iteration:,}, step {trainer.total_steps:,}"
-        print(f"\nStopped at {where}. Resume with: apexrl train --resume {run_dir}")
+        print(f"\nStopped at {where}. Resume with: apexrl train --resume {run_dir}{plugins.flag()}")
         return stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 130
     finally:
         trainer.close()
@@ -114,6 +115,7 @@ def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:
             write_video(trainer.env.spawn(1), trainer.policy, run_dir / "video.mp4", config.training.seed, 3)
         except EnvError as error:
             print(f"No video: {error}")
-    print(f"Run directory: {run_dir} (apexrl eval {run_dir}, apexrl play {run_dir}, tensorboard --logdir {run_dir})")
+    shown = f"{run_dir}{plugins.flag()}"
+    print(f"Run directory: {run_dir} (apexrl eval {shown}, apexrl play {shown}, tensorboard --logdir {run_dir})")
     if trainer.no_step_warning():
         print("WARNING: nothing was learned: this run took no optimizer step; its last message above says what to do.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 
 from apexrl.core.errors import EnvError, did_you_mean
 from apexrl.core.metrics import MetricSpec
+from apexrl.core.plugins import accepted, imports_allowed
 from apexrl.envs.adapters.envpool import make_envpool
-from apexrl.envs.adapters.gymnasium import GymVecEnv, find_gym_id, gym_make_fns
+from apexrl.envs.adapters.gymnasium import GymVecEnv, find_gym_id, gym_make_fns, own_make_fns
 from apexrl.envs.adapters.lab import make_isaaclab, make_mjlab
 from apexrl.envs.adapters.maniskill import make_maniskill
 from apexrl.envs.adapters.rsl import is_rsl_env, wrapper_of
@@ -63,8 +65,9 @@ def make_env(
 
     Args:
         id: for example ``"lift"``, ``"HalfCheetah-v5"`` or ``"FetchReach-v4"``; ``"maniskill/PickCube-v1"`` is a task
-            of another simulator. Gymnasium's MuJoCo tasks run on ``MujocoVecEnv``, which gives the same numbers faster,
-            unless they are asked for more than it knows: ``num_workers``, ``metrics``, other ``kwargs``.
+            of another simulator, ``"my_envs:Reach"`` a Gymnasium id, class or function of a module, as
+            ``register_task`` takes it. Gymnasium's MuJoCo tasks run on ``MujocoVecEnv``, which gives the same numbers
+            faster, unless they are asked for more than it knows: ``num_workers``, ``metrics``, other ``kwargs``.
         num_envs: N, environments stepped together.
         device: where the tensors are wanted.
         num_workers: processes that share Gymnasium environments; 0 steps them in this process.
@@ -72,30 +75,37 @@ def make_env(
         **kwargs: passed to the task, or to ``gymnasium.make``.
 
     Raises:
-        EnvError: for an unknown name, with the nearest known one, or when a package is missing.
+        EnvError: for an unknown name, with the nearest known one, or when a package or the module is missing.
     """
     from apexrl.envs.tasks import TASKS  # only those who ask for a task load them all
 
-    makers: dict[str, Callable[..., VecEnv]] = {
-        **TASKS,
-        **{f"mujoco/{name}": functools.partial(MujocoVecEnv, name) for name in MUJOCO_TASKS},
+    makers: dict[str, Callable[..., Any]] = {
+        f"mujoco/{name}": functools.partial(MujocoVecEnv, name) for name in MUJOCO_TASKS
     }
     simulator, _, name = id.partition("/")
     if simulator in SIMULATORS:
-        makers.setdefault(id, functools.partial(SIMULATORS[simulator], name))
-    if id in makers:
+        makers[id] = functools.partial(SIMULATORS[simulator], name)
+    maker = makers.get(id) or TASKS.get(id)
+    is_known = maker is None and find_gym_id(id) is not None
+    if maker is None and not is_known:
+        with imports_allowed():  # the caller has named the module
+            maker = TASKS.find(id)
+    if maker is not None and _makes_several(maker):
         if num_workers:
             raise EnvError(f"{id} runs all its environments at once and takes no workers; set num_workers to 0.")
         if metrics:
             names = [spec.name for spec in metrics]
             raise EnvError(f"{id} declares its metrics itself and takes no others; leave metrics {names} out.")
-        env = makers[id](num_envs, device=device, **kwargs)
-    elif find_gym_id(id) is None:
+        env = as_vec_env(maker(num_envs, **accepted(maker, {"device": device}), **kwargs))
+    elif maker is not None:
+        make_fns = own_make_fns(maker, id, num_envs, **kwargs)
+        env = GymVecEnv(make_fns, num_workers=num_workers, metrics=metrics, device=device)
+    elif not is_known:
         there = [f"{space}/{name}" for space in SIMULATORS if name]  # if such a simulator has it
         others = ", ".join(f"{space}/NAME" for space in ("mujoco", *SIMULATORS))
         raise EnvError(
-            f"There is no environment {id!r}.{did_you_mean(id, [*makers, *gym.registry, *there])} "
-            f"Tasks of the package: {', '.join(sorted(TASKS))}. Tasks of simulators: {others}."
+            f"There is no environment {id!r}.{did_you_mean(id, [*makers, *TASKS.names(), *gym.registry, *there])} "
+            f"Tasks: {', '.join(sorted(TASKS.names()))}. Tasks of simulators: {others}."
         )
     elif not num_workers and not metrics and _is_known_to_mujoco(id, kwargs):
         seed = int(np.random.SeedSequence().generate_state(1)[0])  # drawn as Gymnasium does
@@ -106,6 +116,12 @@ def make_env(
     declared = {spec.name: {"reduce": spec.reduce, "group": spec.group, "event": spec.event} for spec in metrics}
     env.made_from = {"id": id, "kwargs": kwargs, "metrics": declared}
     return env
+
+
+def _makes_several(maker: Callable[..., Any]) -> bool:
+    """Whether a class or a function makes a ``VecEnv``, not one environment of Gymnasium."""
+    is_gym = isinstance(maker, type) and issubclass(maker, gym.Env)
+    return not is_gym and "num_envs" in inspect.signature(maker).parameters
 
 
 def _is_known_to_mujoco(id: str, options: Mapping[str, Any]) -> bool:

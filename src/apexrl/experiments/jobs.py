@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from apexrl.agent.loggers import Logger
+from apexrl.core import plugins
 from apexrl.core.errors import ApexRLError, RunDirError
 from apexrl.core.system.files import DirectoryLock, read_json_lines
 from apexrl.run import directory as run
@@ -107,7 +108,7 @@ class _Processes:
         """Start a process for a job."""
         own, theirs = self._context.Pipe()
         job.log.parent.mkdir(parents=True, exist_ok=True)
-        process = self._context.Process(target=_work, args=(job, theirs))
+        process = self._context.Process(target=_work, args=(job, theirs, plugins.trusted()))
         process.start()
         theirs.close()  # so that the pipe ends with the process
         self.running[own] = (job, process)
@@ -197,7 +198,7 @@ class _PipeLogger(Logger):
             signal.raise_signal(signal.SIGINT)  # the trainer saves at the end of the iteration
 
 
-def _work(job: Job, connection: Connection) -> None:
+def _work(job: Job, connection: Connection, trust: plugins.Trust) -> None:
     """Train in a process of its own; nothing of it reaches the terminal, nor the terminal's Ctrl-C it."""
     os.setpgrp()
     log = job.log.open("a", encoding="utf-8")
@@ -205,6 +206,7 @@ def _work(job: Job, connection: Connection) -> None:
         os.dup2(log.fileno(), number)
     outcome: tuple[Kind, dict[str, Any]]
     try:
+        plugins.inherit(trust)
         outcome = "done", _train_job(job, _PipeLogger(connection))
     except (KeyboardInterrupt, SystemExit):
         outcome = "stopped", {}

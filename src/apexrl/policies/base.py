@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from apexrl.core.errors import ConfigError
 from apexrl.core.observations import leaf_spaces
+from apexrl.core.plugins import accepted
 from apexrl.core.types import (
     ACTION,
     NEXT_OBSERVATION,
@@ -95,12 +97,20 @@ class Policy(nn.Module):
             critic_options: what the algorithm's section says of critics.
             needs_value: whether the algorithm reads the value of states.
         """
-        return cls.for_env(
-            env,
-            actor_cfg={**cfg.layers, "groups": cfg.actor_groups, **cfg.head},
-            critic_cfg={**cfg.critic, **critic_options},
-            normalize_obs=cfg.normalize_obs,
-        )
+        own = cfg.own_class
+        options = {
+            "actor_cfg": {**cfg.layers, "groups": cfg.actor_groups, **cfg.head},
+            "critic_cfg": {**cfg.critic, **critic_options},
+            "normalize_obs": cfg.normalize_obs,
+        }
+        if own is None:
+            return cls.for_env(env, **options)
+        if issubclass(own, Policy):
+            named = inspect.signature(cls).parameters
+            layers = {name: value for name, value in {**cfg.layers, **cfg.head}.items() if name in named}
+            return cls.for_env(env, **accepted(cls, options), **layers, **cfg.kwargs)
+        options["actor_cfg"] = {**accepted(own, options["actor_cfg"]), **cfg.kwargs}
+        return cls.for_env(env, actor_class=own, **options)
 
     def check_fits(self, env: HasSpaces) -> None:
         """Check that an environment has the observations and actions that the policy was made for.

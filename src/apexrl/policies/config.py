@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch import nn
+
 from apexrl.core.errors import ConfigError, did_you_mean, requirement
+from apexrl.core.plugins import Registry
 from apexrl.policies.networks.mlp import DistributionName
 from apexrl.policies.vla.policy import FREEZABLE
 
@@ -17,8 +20,11 @@ MAX_WIDTH, MAX_VLA_SIZE = 2**20, 2**14
 class PolicyConfig:
     """The networks."""
 
-    kind: Literal["mlp", "gru", "roa"] = "mlp"
-    """mlp: separate actor and critic (pictures get convolutions); gru: with memory; roa: teacher and student."""
+    kind: str = "mlp"
+    """mlp: separate actor and critic (pictures get convolutions); gru: with memory; roa: teacher and student; or an
+    actor network or a policy of your own: a registered name or module:Class."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of an actor network or a policy of your own."""
     hidden_dims: tuple[int, ...] = (64, 64)
     """Widths of the hidden layers; of those before the memory for gru."""
     critic_hidden_dims: tuple[int, ...] | None = None
@@ -58,6 +64,11 @@ class PolicyConfig:
     """Widths of the hidden layers of the privileged encoder; only for roa."""
     adapt_dims: tuple[int, ...] = (128, 64)
     """Widths of the hidden layers of the adaptation module; only for roa."""
+
+    @property
+    def own_class(self) -> type[nn.Module] | None:
+        """The policy or actor network of a user."""
+        return None if self.kind in POLICY_KINDS else POLICIES.find(self.kind)
 
     @property
     def layers(self) -> dict[str, Any]:
@@ -148,6 +159,19 @@ class VLAConfig:
             if name not in FREEZABLE:
                 hint = did_you_mean(name, FREEZABLE)
                 raise ConfigError(f"policy.freeze must hold names of {', '.join(FREEZABLE)}, got '{name}'.{hint}")
+
+
+POLICIES: Registry[type[nn.Module]] = Registry(
+    "policy.kind",
+    "apexrl.policies",
+    lambda value: "" if isinstance(value, type) and issubclass(value, nn.Module) else "must be a Policy or nn.Module",
+)
+"""``policy.kind`` of users -> a ``Policy``, or an actor network for the policy of kind mlp."""
+
+
+def register_policy(name: str, cls: type[nn.Module]) -> None:
+    """Let configurations use a ``Policy``, or the class of an actor network, as ``policy.kind``."""
+    POLICIES.register(name, cls)
 
 
 POLICY_KINDS: dict[str, type[PolicyConfig | VLAConfig]] = {

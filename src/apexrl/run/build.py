@@ -18,9 +18,10 @@ from apexrl.agent import Trainer, checkpoint
 from apexrl.agent.loggers import Logger
 from apexrl.agent.schedule import TrainingConfig
 from apexrl.agent.training_log import tell
-from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig
+from apexrl.algorithms import AlgorithmConfig, BaseAlgorithm, PPOConfig
 from apexrl.algorithms.base import find_device
 from apexrl.core.errors import CheckpointError, ConfigError
+from apexrl.core.plugins import accepted
 from apexrl.core.system import distributed
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.system.files import DirectoryLock
@@ -29,7 +30,7 @@ from apexrl.envs import VecEnv
 from apexrl.policies import Policy
 from apexrl.policies.config import PolicyConfig, VLAConfig
 from apexrl.policies.vla.lora import with_adapters
-from apexrl.run.config import Config
+from apexrl.run.config import Config, algorithm_class
 
 
 def make_trainer(
@@ -68,7 +69,7 @@ def make_trainer(
     if several:
         acceleration = replace(acceleration, compile=False)
     make: Any = config.algorithm
-    algorithm: BaseAlgorithm = make(policy=policy, cfg=config.algo, acceleration=acceleration)
+    algorithm: BaseAlgorithm = make(policy=policy, cfg=config.algo, **accepted(make, {"acceleration": acceleration}))
     if init_from:
         algorithm.begin_trained(config.policy.init_std)
     loggers = [*loggers, *task.loggers(run_dir)]
@@ -173,8 +174,8 @@ def make_policy(
 ) -> Policy:
     """Create the policy of a configuration for an environment's spaces; for PPO when no algorithm is given."""
     algo = algo or PPOConfig()
-    algorithm = ALGORITHMS[algo.name][0]
-    kind, needs_value = algorithm.policies[cfg.kind], VALUE in algorithm.required_keys
+    algorithm = algorithm_class(algo.name)
+    kind, needs_value = algorithm.policy_class(cfg.kind), VALUE in algorithm.required_keys
     return kind.from_config(cfg, env, algorithm.critic_options(algo), needs_value=needs_value).to(device)
 
 

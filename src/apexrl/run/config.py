@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from apexrl.agent.trainer import TrainingConfig
 from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig
+from apexrl.core import plugins
 from apexrl.core.errors import ConfigError, did_you_mean
 from apexrl.core.system.migrations import CONFIG_VERSION, VERSION_KEY, migrated_config
 from apexrl.policies.config import POLICY_KINDS, PolicyConfig, VLAConfig
@@ -33,19 +34,19 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
+    imports: tuple[str, ...] = field(default_factory=plugins.imported)
+    """Modules that register what the sections name: ``import`` in a file, ``--import`` on the command line."""
 
     def __post_init__(self) -> None:
-        kinds = self.algorithm.policies
-        if self.policy.kind not in kinds:
-            raise ConfigError(
-                f"policy.kind must be one of {list(kinds)} for algo.name '{self.algo.name}', got '{self.policy.kind}'."
-            )
+        if not isinstance(self.algo, self.algorithm.config_class):
+            wanted = self.algorithm.config_class.__name__
+            raise ConfigError(f"algo.name '{self.algo.name}' needs a {wanted}, got a {type(self.algo).__name__}.")
+        policy = self.algorithm.policy_class(self.policy.kind)
         source = self.algorithm.learns_from
         if source not in self.task.collectors:
             by_suite = source in SuiteConfig.collectors
             needs = "task.benchmark_name, a suite of tasks," if by_suite else "task.id, not task.benchmark_name,"
             raise ConfigError(f"algo.name '{self.algo.name}' needs {needs} got '{self.task.id}'.")
-        policy = kinds[self.policy.kind]
         self.algo.check_policy(policy)
         self.task.check(self)
         self.algo.check_rollout(self.task.num_envs, keeps_sequences=policy.sequential)
@@ -53,7 +54,7 @@ class Config:
     @property
     def algorithm(self) -> type[BaseAlgorithm]:
         """The class of the algorithm."""
-        return ALGORITHMS[self.algo.name][0]
+        return algorithm_class(self.algo.name)
 
     @property
     def imitation(self) -> AlgorithmConfig | None:
@@ -67,13 +68,19 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that YAML and checkpoints can hold."""
-        return {VERSION_KEY: CONFIG_VERSION, **_as_lists(asdict(self))}
+        sections = _as_lists(asdict(self))
+        imports = sections.pop("imports")
+        return {VERSION_KEY: CONFIG_VERSION, **({IMPORT: imports} if imports else {}), **sections}
+
+
+IMPORT = "import"
+"""Key of the modules to import, beside the sections."""
 
 
 CONFIG_SECTIONS: dict[str, tuple[type, ...]] = {
     "task": (TaskConfig, SuiteConfig),
     "policy": tuple(dict.fromkeys(POLICY_KINDS.values())),
-    "algo": tuple(config for _, config in ALGORITHMS.values()),
+    "algo": tuple(algorithm.config_class for algorithm in ALGORITHMS.values()),
     "training": (TrainingConfig,),
     "logging": (LoggingConfig,),
     "features": (FeaturesConfig,),
@@ -84,9 +91,29 @@ SECTION_CHOICES = {
     SuiteConfig: "with --task.benchmark_name",
     PolicyConfig: "with --policy.kind mlp, gru or roa",
     VLAConfig: "with --policy.kind vla",
-    **{config: f"with --algo.name {name}" for name, (_, config) in ALGORITHMS.items()},
+    **{algorithm.config_class: f"with --algo.name {name}" for name, algorithm in ALGORITHMS.items()},
 }
 """What chooses a class of a section that has several."""
+
+
+def algorithm_class(name: Any) -> type[BaseAlgorithm]:
+    """Return the algorithm that ``algo.name`` means."""
+    found = ALGORITHMS.find(name) if isinstance(name, str) else None
+    if found is None:
+        known = sorted(ALGORITHMS.names())
+        raise ConfigError(
+            f"algo.name must be one of {known}, or module:Class, got {name!r}.{did_you_mean(str(name), known)}"
+        )
+    return found
+
+
+def import_modules(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Import what a configuration asks for; returns the sections."""
+    names = raw.get(IMPORT) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"import must be a list of modules, such as [my_envs], got {names!r}.")
+    plugins.import_all(names)
+    return {name: values for name, values in raw.items() if name != IMPORT}
 
 
 def section_class(name: str, values: Mapping[str, Any]) -> type:
@@ -96,12 +123,7 @@ def section_class(name: str, values: Mapping[str, Any]) -> type:
     if name == "policy":
         return POLICY_KINDS.get(str(values.get("kind")), PolicyConfig)
     if name == "algo":
-        wanted = values.get("name", "ppo")
-        if not isinstance(wanted, str) or wanted not in ALGORITHMS:
-            raise ConfigError(
-                f"algo.name must be one of {sorted(ALGORITHMS)}, got {wanted!r}.{did_you_mean(str(wanted), ALGORITHMS)}"
-            )
-        return ALGORITHMS[wanted][1]
+        return algorithm_class(values.get("name", "ppo")).config_class
     return CONFIG_SECTIONS[name][0]
 
 
@@ -113,7 +135,7 @@ def make_config(raw: Mapping[str, Any]) -> Config:
     """
     problems: list[str] = []
     sections: dict[str, Any] = {}
-    for name, values in migrated_config(raw).items():
+    for name, values in import_modules(migrated_config(raw)).items():
         if name not in CONFIG_SECTIONS:
             problems.append(
                 f"Unknown section '{name}'; sections are {', '.join(CONFIG_SECTIONS)}."
@@ -129,10 +151,9 @@ def make_config(raw: Mapping[str, Any]) -> Config:
 
 
 def field_paths() -> list[str]:
-    """Return every ``section.field``."""
-    every = (
-        (section, entry) for section in CONFIG_SECTIONS for cls in CONFIG_SECTIONS[section] for entry in fields(cls)
-    )
+    """Return every ``section.field``, also of algorithms that users brought along."""
+    classes = {**CONFIG_SECTIONS, "algo": [algorithm.config_class for algorithm in ALGORITHMS.values()]}
+    every = ((section, entry) for section in classes for cls in classes[section] for entry in fields(cls))
     return list(dict.fromkeys(f"{section}.{entry.name}" for section, entry in every))
 
 
@@ -193,10 +214,14 @@ def _problem(section: str, entry: Any) -> str:
     return f"{path}: {text}, got {entry['input']!r}."
 
 
+OPEN_FIELDS = (["task", "kwargs"], ["task", "metrics"], ["policy", "kwargs"])
+"""Fields that hold fields of a user's choice."""
+
+
 def require_known(name: str) -> None:
     """Refuse an option that is no ``section.field``, nor below one that takes any key."""
     paths = field_paths()
-    if name not in paths and (name.split(".")[:2] not in (["task", "kwargs"], ["task", "metrics"])):
+    if name not in paths and name.split(".")[:2] not in OPEN_FIELDS:
         raise ConfigError(
             f"Unknown option '--{name}'.{nearest_option(name, paths)} 'apexrl train --help-all' lists all."
         )

@@ -18,6 +18,7 @@ import yaml
 
 from apexrl.agent import Trainer, checkpoint
 from apexrl.agent.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger
+from apexrl.core import plugins
 from apexrl.core.errors import ConfigError, RunDirError
 from apexrl.core.system import distributed, files
 from apexrl.core.system.files import cut_json_lines
@@ -129,7 +130,7 @@ def first_weights(config: Config, run_dir: Path, loggers: Sequence[Logger]) -> s
             return config.training.init_from
         return str(_imitate(imitation_config(config, imitation, run_dir), run_dir / IMITATION, loggers, tell))
     except (KeyboardInterrupt, SystemExit):
-        tell(f"Stopped before the first rollout. Resume with: apexrl train --resume {run_dir}")
+        tell(f"Stopped before the first rollout. Resume with: apexrl train --resume {run_dir}{plugins.flag()}")
         raise
 
 

@@ -8,16 +8,20 @@ from typing import Any
 
 import yaml
 
+from apexrl.algorithms import ALGORITHMS
 from apexrl.core.errors import ConfigError
 from apexrl.core.system.migrations import migrated_config
-from apexrl.run.config import CONFIG_SECTIONS, Config, make_config, require_known, section_class
+from apexrl.run.config import CONFIG_SECTIONS, Config, import_modules, make_config, require_known, section_class
 from apexrl.run.sources import PlainLoader, read_source
 
 
 def with_overrides(raw: Mapping[str, Any], overrides: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """Set ``section.key`` to values given as text."""
     merged: dict[str, Any] = _copied(migrated_config(raw))
-    for name, text in overrides:
+    import_modules(merged)
+    # First what decides which fields there are.
+    for name, text in sorted(overrides, key=lambda pair: pair[0] != "algo.name"):
+        _load_algorithm(merged)
         require_known(name)
         *parents, last = name.split(".")
         place = merged
@@ -34,6 +38,14 @@ def with_overrides(raw: Mapping[str, Any], overrides: Iterable[tuple[str, str]])
         except (yaml.YAMLError, ValueError, RecursionError):
             place[last] = text
     return merged
+
+
+def _load_algorithm(merged: Mapping[str, Any]) -> None:
+    """Load an algorithm that a user brings along, whose options are fields from then on."""
+    section = merged.get("algo")
+    name = section.get("name") if isinstance(section, dict) else None
+    if isinstance(name, str):
+        ALGORITHMS.find(name)
 
 
 def load_config(source: str | None, overrides: Iterable[tuple[str, str]] = ()) -> Config:

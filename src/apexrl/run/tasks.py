@@ -20,6 +20,7 @@ from apexrl.algorithms import BaseAlgorithm
 from apexrl.collectors import AsyncCollector, BaseCollector, RayCollector, SyncCollector
 from apexrl.core.errors import ApexRLError, ConfigError, EnvError, did_you_mean, requirement
 from apexrl.core.metrics import MetricSpec, Reduce
+from apexrl.core.plugins import require_trust
 from apexrl.core.system import distributed
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.envs import VecEnv, make_env
@@ -100,6 +101,8 @@ class TaskConfig:
         """Create environments: those of training, or ``num_envs`` others for evaluation."""
         count = num_envs or self.num_envs
         workers = min(self.num_workers, count)
+        if ":" in self.id:
+            require_trust(self.id, "task.id")
         try:
             return make_env(
                 self.id, count, device=device, num_workers=workers, metrics=self.metric_specs, **self.kwargs

@@ -65,7 +65,7 @@ def test_a_policy_is_created_from_the_names_in_a_checkpoint(make: Callable[[VecE
     trained = load_trained(trainer.save_checkpoint(tmp_path / "model.pt"))
     assert type(trained.policy) is type(trainer.policy)
     assert trained.config.task.id == "pendulum"
-    assert trained.config.algo == trainer.algorithm.cfg  # type: ignore[attr-defined]
+    assert trained.config.algo == trainer.algorithm.cfg
     assert trained.config.training == trainer.cfg
     env = trained.make_env(2)
     assert env.max_episode_steps == 20

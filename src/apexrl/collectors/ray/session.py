@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
+from apexrl.core import plugins
 from apexrl.core.errors import ConfigError
 from apexrl.core.types import DONE, METRIC, NEXT_OBSERVATION, OBSERVATION
 from apexrl.policies.base import Policy
@@ -91,7 +92,7 @@ class RaySession:
     def put(self, value: Any, name: str) -> Any:
         """Put a value into the object store, once for all workers."""
         try:
-            return self._ray.put(value)
+            return self._ray.put(plugins.with_imports(value))
         except TypeError as error:
             advice = "Use a function of a module, or functools.partial of one."
             raise ConfigError(f"{name} cannot be sent to Ray workers: {first_line(error)} {advice}") from error

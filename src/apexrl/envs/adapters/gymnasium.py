@@ -18,7 +18,8 @@ from gymnasium.envs.registration import load_env_creator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from apexrl.core.errors import EnvError, EnvStateError, did_you_mean
+from apexrl.core import plugins
+from apexrl.core.errors import ConfigError, EnvError, EnvStateError, did_you_mean
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.system.seeding import spawn_seeds
 from apexrl.core.types import EnvStep, Observation
@@ -195,12 +196,18 @@ def find_gym_id(env_id: str) -> str | None:
         robotics = str(gym.registry[env_id].entry_point).startswith("gymnasium_robotics.")
         return f"gymnasium_robotics:{env_id}" if robotics else env_id
     module, _, name = env_id.rpartition(":")
-    module = module or "gymnasium_robotics"
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # one of its dependencies advertises itself there
-            importlib.import_module(module)
-    except (ImportError, TypeError, ValueError):  # there is none, or it is no module's name
-        return None
+    if module not in ("", *plugins.KNOWN_MODULES):
+        try:
+            plugins.import_module(module)
+        except ConfigError as error:
+            raise EnvError(str(error)) from error
+    else:
+        module = "gymnasium_robotics"
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # one of its dependencies advertises itself there
+                importlib.import_module(module)
+        except ImportError:
+            return None
     return f"{module}:{name}" if name in gym.registry else None
 
 
@@ -213,12 +220,23 @@ def gym_make_fns(env_id: str, num_envs: int, **kwargs: Any) -> list[MakeFn]:
         **kwargs: passed to ``gymnasium.make``.
 
     Raises:
-        EnvError: for an unknown id, with the nearest known one, or when a package is missing.
+        EnvError: for an unknown id, with the nearest known one, or when a package or the module is missing.
     """
     if (found := find_gym_id(env_id)) is None:
         raise EnvError(f"Gymnasium has no environment {env_id!r}.{did_you_mean(env_id, gym.registry)}")
     draw_without_display()  # before the entry point imports MuJoCo
-    entry_point = gym.registry[found.rpartition(":")[2]].entry_point
+    return _make_fns(gym.registry[found.rpartition(":")[2]].entry_point, found, env_id, num_envs, kwargs)
+
+
+def own_make_fns(maker: Callable[..., Any], env_id: str, num_envs: int, **kwargs: Any) -> list[MakeFn]:
+    """Return the same for a class, or a function that makes one environment; ``max_episode_steps`` is Gymnasium's."""
+    draw_without_display()
+    return _make_fns(maker, gym.envs.registration.EnvSpec(env_id, maker), env_id, num_envs, kwargs)
+
+
+def _make_fns(
+    entry_point: Any, found: str | gym.envs.registration.EnvSpec, env_id: str, num_envs: int, kwargs: Mapping[str, Any]
+) -> list[MakeFn]:
     try:
         creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
     except (ImportError, gym.error.DependencyNotInstalled) as error:
@@ -228,6 +246,6 @@ def gym_make_fns(env_id: str, num_envs: int, **kwargs: Any) -> list[MakeFn]:
         raise EnvError(f"{env_id} needs a package that is not installed: {error}{hint}") from error
     # Nothing is drawn until render is called.
     if "rgb_array" in getattr(creator, "metadata", {}).get("render_modes", ()):
-        kwargs = {"render_mode": "rgb_array"} | kwargs
+        kwargs = {"render_mode": "rgb_array", **kwargs}
     # Of gymnasium itself, so that a worker needs no import of this package to call it.
-    return [functools.partial(gym.make, found, **{"disable_env_checker": True} | kwargs)] * num_envs
+    return [functools.partial(gym.make, found, **{"disable_env_checker": True, **kwargs})] * num_envs

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from apexrl.core.plugins import Registry
 from apexrl.envs.tasks.base import TensorTask
 from apexrl.envs.tasks.cartpole import CartPole
 from apexrl.envs.tasks.lift import Lift
@@ -9,13 +13,24 @@ from apexrl.envs.tasks.payload import Payload
 from apexrl.envs.tasks.pendulum import Pendulum
 from apexrl.envs.tasks.recall import Recall
 
-TASKS: dict[str, type[TensorTask]] = {
-    "cartpole": CartPole,
-    "pendulum": Pendulum,
-    "lift": Lift,
-    "recall": Recall,
-    "payload": Payload,
-}
-"""The shipped tasks by name; each is made as ``task(num_envs, device, **options)``."""
+TASKS: Registry[Callable[..., Any]] = Registry(
+    "task.id",
+    "apexrl.tasks",
+    lambda value: "" if callable(value) else "must be a class or a function that makes environments",
+    {"cartpole": CartPole, "pendulum": Pendulum, "lift": Lift, "recall": Recall, "payload": Payload},
+)
+"""Name of a task -> what makes its environments; the shipped ones are made as ``task(num_envs, device, **options)``."""
 
-__all__ = ["TASKS", "CartPole", "Lift", "Payload", "Pendulum", "Recall", "TensorTask"]
+
+def register_task(name: str, maker: Callable[..., Any]) -> None:
+    """Let configurations use a task as ``task.id``.
+
+    Args:
+        name: for ``task.id`` and ``make_env``.
+        maker: a class or a function. One with a parameter ``num_envs`` makes a ``VecEnv`` of that many environments,
+            any other one ``gymnasium.Env``. It gets ``task.kwargs``, and ``device`` where it takes that.
+    """
+    TASKS.register(name, maker)
+
+
+__all__ = ["TASKS", "CartPole", "Lift", "Payload", "Pendulum", "Recall", "TensorTask", "register_task"]

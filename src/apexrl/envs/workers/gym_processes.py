@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apexrl.core.errors import EnvError
+from apexrl.core.plugins import with_imports
 from apexrl.envs.workers import gym_group
 from apexrl.envs.workers.arrays import Buffers, make_buffers
 from apexrl.envs.workers.gym_group import MAX_METRICS, Found, MakeFn
@@ -34,7 +35,7 @@ class Workers:
         self.memory_fd = _anonymous_file()
         self.workers: list[WorkerProcess] = []
         self.close = weakref.finalize(self, _close, self.workers, self.memory_fd)
-        pickled = [cloudpickle.dumps([make_fns[i] for i in envs]) for envs in self.ranges]
+        pickled = [cloudpickle.dumps(with_imports([make_fns[i] for i in envs])) for envs in self.ranges]
         for w, (envs, fns) in enumerate(zip(self.ranges, pickled, strict=True)):
             name = f"Worker {w} (environments {envs[0]} to {envs[-1]})"
             self.workers.append(WorkerProcess(gym_group.__spec__.name, name, (fns, envs[0]), [self.memory_fd]))

@@ -167,7 +167,7 @@ def checkpoint_fields(directory: Path) -> set[str]:
         found |= {f"{name}{key}" for key in _keys(content)}
     for cfg in (RLOOConfig(kl_coef=0.1, collapse_ratio=0.5), BCConfig()):  # of suites, whose environments have no state
         policy = build.make_policy(PolicyConfig(hidden_dims=(4,)), make_env("lift", 1), torch.device("cpu"), cfg)
-        algorithm: Any = ALGORITHMS[cfg.name][0]
+        algorithm: Any = ALGORITHMS[cfg.name]
         state = {**algorithm(policy=policy, cfg=cfg).state_dict(), "config": {}}
         found |= {f"{cfg.name}/algorithm{key}" for key in _keys(state)}
     return found
