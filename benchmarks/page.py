@@ -17,9 +17,9 @@ from typing import Any
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 INTRODUCTION = """\
-Every record in `benchmarks/`, with the command that measures it again; `python benchmarks/page.py` makes this page.
-Figures that are against us stand here like the others. Where there are several seeds, a cell holds their mean and, in
-brackets, the lowest and the highest."""
+Appendix: every record in `benchmarks/`, with the command that repeats it. How each is measured stands at the top of its
+script. With several seeds a cell holds the mean and, in parentheses, the lowest and the highest. Results that are
+unfavourable to us are listed like the others; `python benchmarks/page.py` writes this page."""
 COMMANDS = {
     "camera": "python benchmarks/mt10.py --presets camera",
     "mt10_pictures": "python benchmarks/mt10.py",
@@ -34,8 +34,8 @@ COMMANDS = {
     "torture": "python -m tests.torture.run",
 }
 """Of records that the script of their name does not make, or not with its defaults."""
-PICTURES = {"ppo_modes": "modes", "profile_iteration": "profile"}
-"""Of records whose picture has another name."""
+IMAGES = {"ppo_modes": "modes", "profile_iteration": "profile"}
+"""Of records whose image has another name."""
 NOTES = {
     "ppo_cpu": "Ratios are to Stable-Baselines3 on the same task; with 64 environments to the environment alone.",
     "ppo_gpu": "Seconds are those of an iteration; parity is the largest difference of a weight to eager after 10.",
@@ -75,16 +75,15 @@ def section(path: Path) -> str:
     """One record: what it measures, its tables, the command, and where it was measured."""
     name, record = path.stem, json.loads(path.read_text(encoding="utf-8"))
     command = record.get("command") or COMMANDS.get(name, f"python benchmarks/{name}.py")
-    title, text = description(COMMANDS.get(name, command))
+    title = description(COMMANDS.get(name, command))
     parts = [
         f"## {name}",
         f"**{title}**" if title else "",
-        text,
         *(table(rows) for rows in rows_of(name, record) if rows),
     ]
-    picture = f"images/{PICTURES.get(name, name)}.png"
-    parts += [f"![{title}]({picture})"] if (PAGE.parent / picture).exists() else []
-    parts += [settings(record), NOTES.get(name, ""), record.get("note", "")]
+    image = f"images/{IMAGES.get(name, name)}.png"
+    parts += [f"![{title}]({image})"] if (PAGE.parent / image).exists() else []
+    parts += [settings(record), NOTES.get(name, "")]
     # Rows that were measured by calls of their own say with which options.
     options = (row.get("options", "") for row in record.get("rows", [{}]))
     calls = dict.fromkeys(command if text in command else f"{command} {text}" for text in options)
@@ -92,15 +91,14 @@ def section(path: Path) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def description(command: str) -> tuple[str, str]:
-    """The first sentence and the plain paragraphs of the docstring of the script that a command runs."""
+def description(command: str) -> str:
+    """The first paragraph of the docstring of the script that a command runs."""
     words = [*command.split(), ""]
     path = HERE.parent / (words[2].replace(".", "/") + ".py" if words[1] == "-m" else words[1])
     if not path.is_file():
-        return "", ""
-    first, *rest = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")
-    plain = [paragraph for paragraph in rest if not paragraph.startswith(" ")]
-    return " ".join(first.split()).replace("``", "`"), "\n\n".join(plain).replace("``", "`")
+        return ""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(text.partition("\n\n")[0].split()).replace("``", "`")
 
 
 # What a record holds

@@ -28,6 +28,8 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
 }
 """Files of the root that are pages of the site."""
+UNSEARCHED = ("adr/", "benchmarks.md", "changelog.md")
+"""Decisions and records: they mention everything and explain how to do nothing."""
 DATA = {".json", ".png"}
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 EQUATION = re.compile(r"\S+(?: \S+)? [=←] ")
@@ -52,8 +54,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links lead to where their files are on the site."""
+    """Let links lead to where their files are on the site; leave pages out of the search that answer no question."""
     here = page.file.src_uri
+    if here.startswith(UNSEARCHED):
+        page.meta["search"] = {"exclude": True}
     for match, target, text in list(links(markdown, here)):
         new = os.path.relpath(uri_of(target), Path(here).parent)
         markdown = markdown.replace(match, f"[{text}]({new}{fragment_of(match, target, text)})")

@@ -29,7 +29,7 @@ def run_list(options: argparse.Namespace, overrides: Overrides) -> int:
     for name in [name for name in MUJOCO_TASKS if name not in GYMNASIUM_TASKS]:
         print(f"  {f'mujoco/{name}':18} {(MUJOCO_TASKS[name].__doc__ or '').splitlines()[0]}")
     print(f"  {', '.join(GYMNASIUM_TASKS)}: simulated in threads, with Gymnasium's numbers.")
-    print("Tasks of other simulators, where they are installed (docs/simulators.md):")
+    print("Tasks of other simulators, where they are installed (docs/environments.md):")
     print(f"  {', '.join(f'{name}/NAME' for name in SIMULATORS)}")
     print("Suites of tasks (--task.benchmark_name NAME, for rloo and bc):")
     print(f"  {', '.join(SUITES)}, and metaworld:TASK for one task")

@@ -21,7 +21,7 @@ def load_simulator(package: str, install: str) -> ModuleType:
         name = package.partition(".")[0]
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == name
         problem = "is not installed" if is_missing else f"cannot be loaded: {error}"
-        raise EnvError(f"{name} {problem}. {install} See docs/simulators.md.") from error
+        raise EnvError(f"{name} {problem}. {install} See docs/environments.md.") from error
 
 
 def space_of(obs: Any) -> spaces.Box | spaces.Dict:

@@ -42,7 +42,7 @@ def test_a_simulator_that_is_not_installed_says_how_to_get_it(
     said = capsys.readouterr().err
     assert f"{package} is not installed" in said
     assert advice in said
-    assert "docs/simulators.md" in said
+    assert "docs/environments.md" in said
 
 
 def test_a_simulator_that_is_broken_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
