@@ -95,7 +95,7 @@ def make_ours(num_envs: int, acceleration: Acceleration, run_dir: Path, schedule
     policy = ActorCritic.for_env(env, actor_cfg=network, critic_cfg=network).to(DEVICE)
     cfg = PPOConfig(
         num_steps=STEPS, num_epochs=EPOCHS, num_minibatches=MINIBATCHES, learning_rate=1e-3, schedule=schedule,
-        clip_value=0.2, entropy_coef=0.01,
+        value_clip_coef=0.2, entropy_coef=0.01,
     )  # fmt: skip
     algorithm = PPO(policy=policy, cfg=cfg, acceleration=acceleration)
     collector = SyncCollector(env, policy, keep=PPO.required_keys, seed=0, acceleration=acceleration)

@@ -47,8 +47,8 @@ OURS, THEIRS = "apexrl", "stable-baselines3"
 STANDARD = {
     "task.num_envs": "1", "policy.hidden_dims": "[64, 64]", "policy.activation": "tanh", "policy.gsde": "false",
     "policy.init_std": "1.0", "algo.num_steps": "2048", "algo.num_minibatches": "32", "algo.num_epochs": "10",
-    "algo.learning_rate": "0.0003", "algo.schedule": "linear", "algo.gamma": "0.99", "algo.lam": "0.95",
-    "algo.clip": "0.2", "algo.entropy_coef": "0.0", "algo.value_coef": "1.0", "algo.max_grad_norm": "0.5",
+    "algo.learning_rate": "0.0003", "algo.schedule": "linear", "algo.gamma": "0.99", "algo.gae_lambda": "0.95",
+    "algo.clip_coef": "0.2", "algo.entropy_coef": "0.0", "algo.value_coef": "0.5", "algo.max_grad_norm": "0.5",
     "algo.normalize_reward": "true", "policy.normalize_obs": "true", "algo.target_kl": "null",
 }  # fmt: skip
 
@@ -98,10 +98,10 @@ def sb3(config: Config, seed: int, steps: int, episodes: int) -> tuple[float, fl
         batch_size=algo.num_steps * num_envs // algo.num_minibatches,
         n_epochs=algo.num_epochs,
         gamma=algo.gamma,
-        gae_lambda=algo.lam,
-        clip_range=algo.clip,
+        gae_lambda=algo.gae_lambda,
+        clip_range=algo.clip_coef,
         ent_coef=algo.entropy_coef,
-        vf_coef=algo.value_coef / 2,
+        vf_coef=algo.value_coef,
         max_grad_norm=algo.max_grad_norm,
         target_kl=algo.target_kl,
         use_sde=policy.gsde,

@@ -38,7 +38,7 @@ from apexrl.run.directory import start
 NAME = "ript_one_task"
 ITERATIONS, EVALUATE_EVERY, EPISODES, GOAL = 15, 3, 50, 0.9
 BASELINES = {"group": "group-wise RLOO", "batch": "whole-batch baseline"}
-TASK: dict[str, Any] = {"num_parallel_envs": 32, "num_workers": 0, "max_episode_length": 150, "chunk": 5}
+TASK: dict[str, Any] = {"num_parallel_envs": 32, "num_workers": 0, "max_episode_length": 150, "chunk_size": 5}
 POLICY: dict[str, Any] = {
     "kind": "mlp",
     "hidden_dims": [256, 256],
@@ -57,7 +57,7 @@ RLOO: dict[str, Any] = {
     "enable_rollout_stats_tracking": False,
     "num_epochs": 8,
     "learning_rate": 5e-4,
-    "clip": 0.6,
+    "clip_coef": 0.6,
     "collapse_ratio": 0.3,
 }
 DIFFERENCES: dict[str, dict[str, dict[str, Any]]] = {

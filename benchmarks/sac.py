@@ -88,7 +88,7 @@ def gpu_updates_per_second(acceleration: Acceleration, num_envs: int, updates: i
     acceleration.apply()
     torch.manual_seed(0)
     env = make_env("pendulum", num_envs, device=torch.device("cuda"))
-    cfg = SACConfig(num_steps=4, utd_ratio=8 / (4 * num_envs), learning_starts=4 * num_envs, replay_capacity=1_000_000)
+    cfg = SACConfig(num_steps=4, utd_ratio=8 / (4 * num_envs), learning_starts=4 * num_envs, buffer_size=1_000_000)
     algorithm = SAC(env, cfg, device="cuda", acceleration=acceleration)
     collector = SyncCollector(env, algorithm.policy, keep=SAC.required_keys, seed=0, acceleration=acceleration)
     for _ in range(8):

@@ -35,7 +35,7 @@ def main() -> None:
         state_only, _ = count_parameters(name, num_cameras=0)
         camera, _ = count_parameters(name, num_cameras=1)
         _, adapters = count_parameters(name, num_cameras=1, lora_rank=8)
-        columns = [name, size.width, size.depth, size.heads, size.expert_width]
+        columns = [name, size.width, size.depth, size.num_heads, size.expert_width]
         counts = [f"{count / 1e6:.2f} M" for count in (state_only, camera, adapters)]
         print("| " + " | ".join(map(str, [*columns, *counts])) + " |")
 

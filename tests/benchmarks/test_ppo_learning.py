@@ -27,15 +27,15 @@ def finished(job: dict[str, Any], deterministic: float, sampled: float) -> dict[
 
 
 def test_jobs_are_every_library_variant_seed_and_task(program: Any) -> None:
-    jobs = program.make_jobs(options(set=["algo.clip=0.1"], variant=["plain", "wide policy.hidden_dims=[8]"]))
+    jobs = program.make_jobs(options(set=["algo.clip_coef=0.1"], variant=["plain", "wide policy.hidden_dims=[8]"]))
     found = [(job["library"], job["variant"], job["seed"], job["options"]) for job in jobs]
-    wide = {"algo.clip": "0.1", "policy.hidden_dims": "[8]"}
+    wide = {"algo.clip_coef": "0.1", "policy.hidden_dims": "[8]"}
     assert found == [
-        *(("stable-baselines3", "", seed, {"algo.clip": "0.1"}) for seed in (1, 2)),
+        *(("stable-baselines3", "", seed, {"algo.clip_coef": "0.1"}) for seed in (1, 2)),
         *(
             ("apexrl", name, seed, chosen)
             for seed in (1, 2)
-            for name, chosen in (("plain", {"algo.clip": "0.1"}), ("wide", wide))
+            for name, chosen in (("plain", {"algo.clip_coef": "0.1"}), ("wide", wide))
         ),
     ]
     assert {job["library"] for job in program.make_jobs(options(only="ours"))} == {"apexrl"}

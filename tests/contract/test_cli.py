@@ -28,7 +28,6 @@ from apexrl.agent import checkpoint
 from apexrl.algorithms import PPOConfig
 from apexrl.cli.main import main
 from apexrl.core.system.files import read_json_lines
-from apexrl.core.system.migrations import CHECKPOINT_FORMAT
 from apexrl.envs.tasks import TASKS
 from apexrl.experiments.report.runs import read_run
 from apexrl.run.loading import load_config
@@ -137,7 +136,7 @@ def test_config_yaml_starts_the_same_run_again(lift: Path, tmp_path: Path) -> No
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         assert without_time(tmp_path / "again" / name) == without_time(lift / name)
     stored = yaml.safe_load((lift / "config.yaml").read_text())
-    assert set(stored) == {"version", "task", "policy", "algo", "training", "logging", "features"}
+    assert set(stored) == {"task", "policy", "algo", "training", "logging", "features"}
     assert stored["algo"]["gamma"] == 0.99
 
 
@@ -421,7 +420,7 @@ def refused_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["train", "lift_ppo", "--run-di", "x"], ["'--run-di'", "Did you mean '--run-dir'?"]),
         (["train", "lift_ppo", "more"], ["'more'"]),
         (["train", "--algo.gamma"], ["--algo.gamma", "needs a value"]),
-        (["train", "--algo.gamma", "--algo.lam", "1"], ["--algo.gamma", "needs a value"]),
+        (["train", "--algo.gamma", "--algo.gae_lambda", "1"], ["--algo.gamma", "needs a value"]),
         (["train", "--policy.hidden_dims", "[1000000, 1000000]"], ["memory", "policy.hidden_dims", "task.num_envs"]),
         (["train", "--task.id", "Acrobott-v1"], ["'Acrobott-v1'", "Did you mean 'Acrobot-v1'?"]),
         (["train", "--task.id", ".x:y"], ["'.x:y'"]),
@@ -490,14 +489,14 @@ def test_a_configuration_that_is_refused_gives_one_line(
 
 def test_the_real_command_refuses_without_a_traceback(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "apexrl.cli", "train", "--algo.clip", "5"],
+        [sys.executable, "-m", "apexrl.cli", "train", "--algo.clip_coef", "5"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "apexrl: algo.clip must lie in (0, 1), got 5.0.\n"
+    assert done.stderr == "apexrl: algo.clip_coef must lie in (0, 1), got 5.0.\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -674,8 +673,8 @@ def test_a_run_is_not_resumed_from_a_checkpoint_with_a_bad_part(
         (_empty, ["not a readable checkpoint"]),
         (_malicious_pickle, ["not a readable checkpoint", "not written by apexrl"]),
         (_malicious_checkpoint, ["not a readable checkpoint", "it holds code (posix.mkdir)"]),
-        (_newer_format, ["format 99", str(CHECKPOINT_FORMAT), "Update apexrl"]),
-        (_older_format, ["format 0", str(CHECKPOINT_FORMAT), "Start a new run"]),
+        (_newer_format, ["format 99", str(checkpoint.FORMAT), "Update apexrl"]),
+        (_older_format, ["format 0", str(checkpoint.FORMAT), "Start a new run"]),
         (_foreign, ["not written by apexrl", "format number"]),
         (_incomplete, ["not written by apexrl", "policy"]),
     ],

@@ -36,7 +36,7 @@ SMALL = {
     "policy.size": "tiny",
     "policy.width": "32",
     "policy.depth": "1",
-    "policy.heads": "2",
+    "policy.num_heads": "2",
     "algo.num_epochs": "1",
     "algo.max_attempts": "1",
     "training.num_train_steps": "2",

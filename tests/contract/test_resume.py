@@ -61,15 +61,15 @@ HALFCHEETAH = {
     "algo.num_steps": "20",
     "training.total_timesteps": "288",
 }
-RECALL = {**LIFT, "task.id": "recall", "task.kwargs": "{delay: 2}", "policy.kind": "gru", "policy.memory_dim": "8"}
+RECALL = {**LIFT, "task.id": "recall", "task.kwargs": "{delay: 2}", "policy.kind": "gru", "policy.rnn_hidden_dim": "8"}
 RECALL.pop("task.kwargs.max_episode_steps")
 SAC = {
     "policy.hidden_dims": "[8]",
     "algo.batch_size": "16",
     "algo.learning_starts": "10",
     "algo.utd_ratio": "0.6",
-    "algo.actor_interval": "2",
-    "algo.replay_capacity": "60",
+    "algo.policy_delay": "2",
+    "algo.buffer_size": "60",
     "algo.priority_exponent": "0.6",
     "algo.n_step": "2",
     "algo.save_replay": "true",

@@ -125,7 +125,7 @@ def test_step_1_the_documents_command_learns_from_demonstrations_that_it_records
         "task.task_names_to_use": f"[{TASKS[0]}]",
         "policy.width": "32",
         "policy.depth": "1",
-        "policy.heads": "2",
+        "policy.num_heads": "2",
         "algo.imitation_updates": "60",
         "algo.imitation_batch_size": "32",
         "training.eval_episodes": "8",
@@ -444,7 +444,7 @@ def test_step_8_an_episode_is_compared_with_the_others_of_its_group() -> None:
 def test_step_8_advantages_weigh_the_flow_matching_loss(suite: TaskSuite) -> None:
     torch.manual_seed(0)
     env = SuiteVecEnv(suite, 4, chunk=CHUNK, num_workers=0, max_steps=10)
-    flow = VLAPolicy.for_env(env, chunk=CHUNK, head="flow", width=32, depth=1, heads=2)
+    flow = VLAPolicy.for_env(env, chunk=CHUNK, head="flow", width=32, depth=1, num_heads=2)
     batch: TensorDict = RolloutGenerator(SuiteRunner(env, flow), 2, 2).collect()
     env.close()
     returns = torch.tensor([1.0, 0.0, 1.0, 1.0])  # of the four columns: a mixed group and one that always succeeds
@@ -468,7 +468,7 @@ def test_step_8_advantages_weigh_the_flow_matching_loss(suite: TaskSuite) -> Non
 def test_step_8_advantages_of_the_groups_are_joined_and_given_to_the_adapter(suite: TaskSuite) -> None:
     torch.manual_seed(0)
     env = SuiteVecEnv(suite, 4, chunk=CHUNK, num_workers=0, max_steps=10)
-    flow = VLAPolicy.for_env(env, chunk=CHUNK, head="flow", width=32, depth=1, heads=2)
+    flow = VLAPolicy.for_env(env, chunk=CHUNK, head="flow", width=32, depth=1, num_heads=2)
     rollout_generator = RolloutGenerator(SuiteRunner(env, flow), 2, 2)
     episodes = rollout_generator.generate_rollouts()
     rollout_generator.cleanup()
@@ -609,11 +609,11 @@ def test_step_10_the_long_preset_runs_with_its_vla_on_other_tasks(
     values |= FAILING
     values |= {
         "task.cameras": "[]",
-        "task.chunk": "5",
+        "task.chunk_size": "5",
         "policy.size": "tiny",
         "policy.width": "32",
         "policy.depth": "1",
-        "policy.heads": "2",
+        "policy.num_heads": "2",
         "algo.rollout_stats_path": "./output/stage12/rollout_stats.json",
         "logging.log_freq": "1",
         "training.num_train_steps": "1",

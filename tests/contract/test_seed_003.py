@@ -492,7 +492,7 @@ def test_sac_has_twin_critics_soft_updates_and_an_automatic_temperature() -> Non
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(ActorCritic, {}), (SACPolicy, {}), (VLAPolicy, {"width": 32, "depth": 1, "heads": 2})],
+    [(ActorCritic, {}), (SACPolicy, {}), (VLAPolicy, {"width": 32, "depth": 1, "num_heads": 2})],
 )
 def test_policies_have_one_interface(kind: type[Policy], options: dict[str, int]) -> None:
     env = make_env("pendulum", 4)
@@ -536,7 +536,7 @@ def test_the_async_collector_collects_in_the_background(make: type[PPO] | type[S
 def test_a_vla_takes_the_place_of_an_actor_critic(head: Any) -> None:
     env = make_env("pendulum", 4)
     torch.manual_seed(0)
-    policy = VLAPolicy.for_env(env, head=head, width=32, depth=1, heads=2, value_head=True)
+    policy = VLAPolicy.for_env(env, head=head, width=32, depth=1, num_heads=2, value_head=True)
     trainer = Trainer(env=env, policy=policy, algorithm=PPO(policy=policy, cfg=PPOConfig(num_steps=8, num_epochs=1)))
     trainer.learn(64)
     action, log_prob, value = policy.forward(env.reset(seed=0), deterministic=False)
@@ -555,7 +555,7 @@ def test_a_vla_that_ppo_trains_by_its_file_has_a_value_head() -> None:
 def test_the_async_collector_serves_vla_models() -> None:
     env = SuiteVecEnv(PointSuite(), 4, chunk=5, num_workers=0)
     torch.manual_seed(0)
-    policy = VLAPolicy.for_env(env, chunk=5, width=32, depth=1, heads=2)
+    policy = VLAPolicy.for_env(env, chunk=5, width=32, depth=1, num_heads=2)
     algorithm = RLOO(policy=policy, cfg=RLOOConfig(num_epochs=1))
     device = torch.device("cpu")
     with pytest.warns(UserWarning, match=r"RolloutGenerator\.from_config"):
@@ -575,7 +575,7 @@ def test_the_async_collector_serves_vla_models() -> None:
 def test_the_trainer_collects_groups_of_episodes_of_a_suite_by_itself() -> None:
     env = SuiteVecEnv(PointSuite(), 4, chunk=5, num_workers=0)
     torch.manual_seed(0)
-    policy = VLAPolicy.for_env(env, chunk=5, width=32, depth=1, heads=2)
+    policy = VLAPolicy.for_env(env, chunk=5, width=32, depth=1, num_heads=2)
     algorithm = RLOO(policy=policy, cfg=RLOOConfig(rloo_batch_size=3, num_groups=2, oversample=1.0, num_epochs=1))
     trainer = Trainer(
         env=env,

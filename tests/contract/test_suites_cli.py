@@ -358,7 +358,7 @@ EXPERT = ["demos", f"metaworld:{TASKS[0]}", "--per-task", "1", "--num-workers", 
         (["eval", "nowhere"], ["no checkpoint", "nowhere"]),
         (["play", "RUN", "--output", "video.txt"], ["--output", "video.txt", ".mp4"]),
         (["plot", "nowhere"], ["nowhere", "not a run directory"]),
-        (["train", "--resume", "RUN", "--task.chunk", "4"], ["--task.chunk 4", "cannot change"]),
+        (["train", "--resume", "RUN", "--task.chunk_size", "4"], ["--task.chunk_size 4", "cannot change"]),
         (["train", "--resume", "RUN", "--algo.num_groups", "4"], ["--algo.num_groups 4", "cannot change"]),
     ],
 )

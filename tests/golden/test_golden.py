@@ -113,7 +113,7 @@ def trace_rloo(head: str) -> Trace:
     policy = (
         ActorCritic.for_env(env, actor_cfg=groups, critic_cfg=groups)
         if head == "mlp"
-        else VLAPolicy.for_env(env, chunk=5, width=32, depth=1, heads=2, head="flow", denoising_steps=2)
+        else VLAPolicy.for_env(env, chunk=5, width=32, depth=1, num_heads=2, head="flow", denoising_steps=2)
     )
     algorithm = RLOO(policy=policy, cfg=RLOOConfig(rloo_batch_size=4, num_groups=6, num_epochs=2, learning_rate=1e-3))
     generator = RolloutGenerator(SuiteRunner(env, policy), 4, 6, on_message=lambda _: None)
@@ -130,7 +130,7 @@ def trace_bc(directory: Path) -> Trace:
     demos = load_demos(directory, suite, chunk=5)
     torch.manual_seed(0)
     env = SuiteVecEnv(suite, 4, chunk=5, num_workers=0)
-    learner = BC(policy=VLAPolicy.for_env(env, chunk=5, width=32, depth=1, heads=2), cfg=BCConfig(batch_size=32))
+    learner = BC(policy=VLAPolicy.for_env(env, chunk=5, width=32, depth=1, num_heads=2), cfg=BCConfig(batch_size=32))
     records = [learner.fit(demos, 1) for _ in range(3)]
     env.close()
     return [{f"train/{name}": float(found[name]) for name in ("loss", "grad_norm")} for found in records]

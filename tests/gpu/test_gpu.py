@@ -286,8 +286,8 @@ def make_sac_trainer(acceleration: Acceleration, save_dir: Path | None = None, *
     cfg = SACConfig(
         utd_ratio=8 / SAC_STEPS,
         learning_starts=2 * SAC_STEPS,
-        replay_capacity=8 * SAC_STEPS,  # the ring goes around within a test
-        actor_interval=2,
+        buffer_size=8 * SAC_STEPS,  # the ring goes around within a test
+        policy_delay=2,
         save_replay=True,
         **options,
     )

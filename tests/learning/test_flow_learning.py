@@ -68,7 +68,7 @@ def learn(seed: int, iterations: int, **options: Any) -> tuple[float, float]:
     """Imitate one demonstration, then post-train; returns the success of both over 400 goals, without noise."""
     torch.manual_seed(seed)
     states, actions = gym.spaces.Box(-2, 2, (4,), np.float32), gym.spaces.Box(-1, 1, (CHUNK * NUM_ACTIONS,), np.float32)
-    sizes: dict[str, Any] = {"width": 64, "depth": 2, "heads": 4, "expert_width": 64}
+    sizes: dict[str, Any] = {"width": 64, "depth": 2, "num_heads": 4, "expert_width": 64}
     policy = VLAPolicy(gym.spaces.Dict({"state": states}), actions, chunk=CHUNK, head="flow", **sizes, **options)
     demonstration = demonstrate()
     state, action = demonstration["observation", "state"], demonstration["action"].reshape(-1, NUM_ACTIONS)
@@ -79,7 +79,7 @@ def learn(seed: int, iterations: int, **options: Any) -> tuple[float, float]:
         policy.imitation_loss(demonstration[torch.randint(len(demonstration), (64,))]).mean().backward()
         optimizer.step()
     policy.eval()
-    cfg = RLOOConfig(num_groups=GROUPS, num_epochs=4, learning_rate=5e-4, clip=0.4, warmup_steps=20)
+    cfg = RLOOConfig(num_groups=GROUPS, num_epochs=4, learning_rate=5e-4, clip_coef=0.4, warmup_steps=20)
     algorithm, held_out = RLOO(policy=policy, cfg=cfg), starts(400)
     before = play(policy, *held_out, deterministic=True)[1]
     for _ in range(iterations):

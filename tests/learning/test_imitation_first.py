@@ -18,7 +18,7 @@ SETTINGS = {
     "task.num_parallel_envs": "32",
     "task.num_workers": "0",
     "task.max_episode_length": "20",
-    "task.chunk": "2",
+    "task.chunk_size": "2",
     "task.num_demos": "1",
     "policy.kind": "mlp",
     "policy.hidden_dims": "[32]",

@@ -17,7 +17,7 @@ FAST = SACConfig(
     learning_rate=1e-3,
     gamma=0.5,
     utd_ratio=0.25,
-    replay_capacity=8_000,
+    buffer_size=8_000,
 )
 
 

@@ -5,7 +5,8 @@
 
 A case runs twice with BASE. One that repeats itself there must give the same weights, optimizer, normaliser, generators
 and logged metrics with the working tree, to the last bit; one that does not is compared by its mean reward.
-Times, configurations and versions are left out. ``RENAMES`` maps names of BASE to those of the working tree.
+Times, configurations and versions are left out. ``RENAMES`` maps names of BASE to those of
+the working tree, ``FACTORS`` what had another unit.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ import torch
 ROOT = Path(__file__).parents[2]
 RENAMES: tuple[tuple[str, str], ...] = ()
 """Regular expressions and what takes their place, for the paths of BASE's tensors and metrics."""
+FACTORS: tuple[tuple[str, float, str, str], ...] = (
+    (r"/train/value_loss$", 2.0, "core/functional/objectives.py", "0.5 * error.mean()"),
+)
+"""Metrics that are so many times what they were in a BASE whose file holds the text; exact for powers of two."""
 LEFT_OUT = re.compile(
     r"(^|/)(config|recipe|format|versions?)(/|$)|^metrics/\d+/(time/|.*(_per_second$|/seconds))"
     # Terms log their value, and RLOO's imitation only where it is one; SAC's final exponent is always 1.
@@ -162,9 +167,16 @@ def digest(value: Any) -> str:
     return repr(value)
 
 
-def renamed(found: Mapping[str, str]) -> dict[str, str]:
-    """Give what BASE has the names that it has now."""
-    return {_renamed(path): value for path, value in found.items()}
+def translated(found: Mapping[str, str], base: Path) -> dict[str, str]:
+    """Give what BASE has the names and the units that it has now."""
+    factors = [(path, factor) for path, factor, file, text in FACTORS if text in (base / "apexrl" / file).read_text()]
+    return {_renamed(path): _scaled(path, value, factors) for path, value in found.items()}
+
+
+def _scaled(path: str, value: str, factors: list[tuple[str, float]]) -> str:
+    for pattern, factor in factors:
+        value = repr(factor * float(value)) if re.search(pattern, path) else value
+    return value
 
 
 def _renamed(path: str) -> str:
@@ -190,7 +202,7 @@ def compare(name: str, base: Path, directory: Path) -> tuple[bool, str]:
         is_close = math.isclose(reward, reward_now, rel_tol=TOLERANCE)
         what = f"BASE differs from itself in {len(unlike)} of {len(first)}, such as {unlike[0]}"
         return is_close, f"{what}; mean reward {reward:.4g} before, {reward_now:.4g} now"
-    if unlike := differences(renamed(first), now):
+    if unlike := differences(translated(first, base), now):
         return False, f"{len(unlike)} of {len(first)} differ, such as {', '.join(unlike[:4])}"
     return True, f"bit-equal ({len(first)} values)"
 

@@ -1,5 +1,7 @@
 """The comparison of two commits sees what it is for."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -26,7 +28,15 @@ def test_times_and_configurations_are_left_out_and_weights_are_not() -> None:
         assert not run.LEFT_OUT.search(path), path
 
 
-def test_a_name_of_base_is_compared_under_the_name_that_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_is_compared_under_the_names_and_in_the_units_of_now(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(run, "RENAMES", ((r"/lam$", "/gae_lambda"),))
-    before = {"checkpoint/algorithm/lam": "0.95", "metrics/0/train/lambda": "1"}
-    assert run.renamed(before) == {"checkpoint/algorithm/gae_lambda": "0.95", "metrics/0/train/lambda": "1"}
+    monkeypatch.setattr(run, "FACTORS", ((r"/loss$", 2.0, "old.py", "0.5 *"),))
+    file = tmp_path / "apexrl" / "old.py"
+    file.parent.mkdir()
+    before = {"checkpoint/algorithm/lam": "0.95", "metrics/0/train/lambda": "1", "metrics/0/loss": "0.3"}
+    for text, loss in (("0.5 * x", "0.6"), ("x", "0.3")):
+        file.write_text(text)
+        after = {"checkpoint/algorithm/gae_lambda": "0.95", "metrics/0/train/lambda": "1", "metrics/0/loss": loss}
+        assert run.translated(before, tmp_path) == after

@@ -194,7 +194,7 @@ def _is_small(config: Config) -> bool:
     sizes = [getattr(config.task, "num_envs", 1) // 64, *(width // 128 for width in _widths(config))]
     limits = {"num_steps": 64, "num_epochs": 12, "num_minibatches": 64, "adapt_epochs": 12, "batch_size": 512,
               "utd_ratio": 4, "num_critics": 12, "rloo_batch_size": 12, "num_groups": 24, "max_attempts": 6,
-              "replay_capacity": 2_000_000, "oversample": 4}  # fmt: skip
+              "buffer_size": 2_000_000, "oversample": 4}  # fmt: skip
     over = [name for name, limit in limits.items() if (getattr(config.algo, name, 0) or 0) > limit]
     workers = getattr(config.task, "num_workers", 0) or 0
     episode = getattr(config.task, "max_episode_length", 0) or 0
@@ -204,7 +204,7 @@ def _is_small(config: Config) -> bool:
 def _widths(config: Config) -> list[int]:
     policy: Any = config.policy
     groups = [getattr(policy, name, ()) or () for name in ("hidden_dims", "critic_hidden_dims", "encoder_dims")]
-    return [0, *(width for group in groups for width in group), getattr(policy, "memory_dim", 0)]
+    return [0, *(width for group in groups for width in group), getattr(policy, "rnn_hidden_dim", 0)]
 
 
 def _start(line: Line, example: Example, config: Config, words: list[str], run_dir: Path) -> None:

@@ -256,7 +256,7 @@ def tiny_runs() -> dict[str, TinyRun]:
     rloo = {
         "task.num_parallel_envs": "4",
         "task.num_workers": "0",
-        "task.chunk": "2",
+        "task.chunk_size": "2",
         "task.max_episode_length": "14",
         "policy.kind": "mlp",
         "policy.hidden_dims": "[8]",

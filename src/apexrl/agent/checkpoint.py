@@ -17,7 +17,6 @@ from torch import nn
 
 from apexrl.core.errors import CheckpointError, EnvStateError
 from apexrl.core.system import files
-from apexrl.core.system.migrations import CHECKPOINT_FORMAT, migrated_checkpoint
 
 KEYS: dict[str, tuple[type, ...]] = {
     "policy": (dict,),
@@ -37,6 +36,8 @@ OWN_KEYS = ("collector", "env", "rng")
 PEERS, CHANGED = "peers", "changed"
 """A list with what processes 1, 2, … have of their own, None for one that is lost; and, when a checkpoint is read for
 another number of processes, what changed."""
+FORMAT = 8
+"""Raised when a key is removed, renamed or changes meaning; other formats are not read."""
 _NUMBERED = re.compile(r"iteration_(\d{6,})\.pt")
 _CODE = re.compile(r"unsupported global:? (?:GLOBAL )?([\w.]+)", re.IGNORECASE)
 """How PyTorch names what a file wanted to run."""
@@ -74,7 +75,7 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
     """
     with files.replacing(path) as file:
         try:
-            torch.save({"format": CHECKPOINT_FORMAT, **content}, file)
+            torch.save({"format": FORMAT, **content}, file)
         except RuntimeError as error:
             # PyTorch's own, about an archive without an end, hides what the file said.
             if isinstance(error.__context__, OSError):
@@ -97,7 +98,7 @@ def load(path: Path) -> dict[str, Any]:
             if name := archive.testzip():  # by the checksums (CRC-32) that PyTorch wrote beside the content
                 raise zipfile.BadZipFile(f"{name} differs from its checksum")
         with warnings.catch_warnings(action="ignore"):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # PyTorch's own text advises to switch the protection off; it stays in the cause.
         if found := _CODE.search(str(error)):
@@ -106,7 +107,13 @@ def load(path: Path) -> dict[str, Any]:
                 "is never run."
             )
         raise DamagedCheckpointError(damaged, _advice(path)) from error
-    content = migrated_checkpoint(content if isinstance(content, dict) else {}, path)
+    content: dict[str, Any] = loaded if isinstance(loaded, dict) else {}
+    number = content.get("format")
+    if type(number) is not int:
+        raise CheckpointError(f"{path} was not written by apexrl: it has no format number.")
+    if number != FORMAT:
+        fix = "Update apexrl." if number > FORMAT else "Start a new run."
+        raise CheckpointError(f"{path} has checkpoint format {number}, but this apexrl reads only {FORMAT}. {fix}")
     missing = [key for key in KEYS if key not in content]
     if missing:
         raise CheckpointError(f"{path} was not written by apexrl: it lacks {', '.join(missing)}.")

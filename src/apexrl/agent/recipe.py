@@ -14,7 +14,6 @@ from typing import Any
 from apexrl.agent.schedule import TrainingConfig
 from apexrl.algorithms import ALGORITHMS, BaseAlgorithm
 from apexrl.core.errors import CheckpointError
-from apexrl.core.system.migrations import CONFIG_VERSION, VERSION_KEY
 from apexrl.envs import VecEnv
 from apexrl.policies import Policy
 from apexrl.policies.networks import MLPActor, MLPCritic, QEnsemble
@@ -51,7 +50,6 @@ def write_recipe(env: VecEnv, algorithm: BaseAlgorithm, training: TrainingConfig
     task, cfg = env.made_from, getattr(algorithm, "cfg", None)
     is_own = OWN_CLASSES.get(type(algorithm).__name__) is type(algorithm)
     return {
-        VERSION_KEY: CONFIG_VERSION,
         "env": type(getattr(env, "simulator", env)).__name__,
         "task": None if task is None else {**_by_name(task), "num_envs": env.num_envs},
         "algorithm": _by_name(type(algorithm)),
@@ -87,7 +85,7 @@ def read_recipe(content: Mapping[str, Any], path: Path) -> Recipe:
         algorithm = _by_class(stored["algorithm"], "algorithm", path)
         policy_class = _by_class(stored["policy"], "policy", path)
         kinds = [kind for kind, policy in algorithm.policies.items() if policy is policy_class]
-        sections = {name: stored[name] for name in (VERSION_KEY, "task", "algo", "training")}
+        sections = {name: stored[name] for name in ("task", "algo", "training")}
         options = {str(name): _by_class(value, str(name), path) for name, value in stored["options"].items()}
         return Recipe({**sections, "policy": {"kind": kinds[0]}}, policy_class, options)
     except (KeyError, TypeError, AttributeError, IndexError) as error:

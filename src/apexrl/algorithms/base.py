@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from apexrl.core.errors import ConfigError, DivergenceError, did_you_mean, requirement
 from apexrl.core.observations import leaves
+from apexrl.core.renamed import NamesFields
 from apexrl.core.system import distributed
 from apexrl.core.types import (
     ACTION,
@@ -39,7 +40,7 @@ Source = Literal["steps", "groups", "demonstrations"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(NamesFields):
     """What a run asks of the options of any algorithm, besides their fields."""
 
     name: str = ""

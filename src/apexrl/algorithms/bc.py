@@ -48,7 +48,7 @@ class BCConfig(AlgorithmConfig):
     """Share of a weight that is taken off at every step, times learning_rate."""
     state_noise: float = 0.0
     """Standard deviation of noise on the vectors of an observation, in their units; 0 adds none."""
-    picture_shift: int = 0
+    image_shift: int = 0
     """Pixels by which every picture is moved at random, up to this many each way; 0 moves none."""
     loss: Literal["auto", "likelihood", "mse"] = "auto"
     """Of an mlp: minus the log-probability, or the squared error of its mode; auto is mse while learn_std is false. A
@@ -74,7 +74,7 @@ class BCConfig(AlgorithmConfig):
         require("micro_batch_size", size is None or size >= 1, "must be at least 1 or null")
         for name in ("learning_rate", "min_std", "min_action_std", "max_grad_norm", "adam_eps"):
             require(name, 0 < getattr(self, name) < math.inf, "must be positive")
-        for name in ("weight_decay", "state_noise", "picture_shift"):
+        for name in ("weight_decay", "state_noise", "image_shift"):
             require(name, getattr(self, name) >= 0, "must not be negative")
         require("loss", not (self.loss == "mse" and self.learn_std), "must not be mse while algo.learn_std is true")
 
@@ -107,7 +107,7 @@ class BCLoss(Loss):
     def forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, tuple[()]]:
         """Return the mean loss of samples ``[B]``."""
         policy, cfg = self.policy, self.cfg
-        if cfg.state_noise or cfg.picture_shift:
+        if cfg.state_noise or cfg.image_shift:
             batch = {**batch, OBSERVATION: self._varied(batch[OBSERVATION])}
         by_error = cfg.loss == "mse" or (cfg.loss == "auto" and not cfg.learn_std)
         with self.acceleration.autocast(policy.device):
@@ -121,16 +121,16 @@ class BCLoss(Loss):
         """Add noise to the vectors of observations, and move the images."""
         cfg, found = self.cfg, leaves(obs)
         images = [path for path, leaf in found.items() if leaf.dtype == torch.uint8 and leaf.ndim == 4]
-        if cfg.picture_shift and not images:
+        if cfg.image_shift and not images:
             raise ConfigError(
-                f"algo.picture_shift is {cfg.picture_shift}, but the demonstrations hold no images, only "
+                f"algo.image_shift is {cfg.image_shift}, but the demonstrations hold no images, only "
                 f"{', '.join(found)}; leave it out, or name cameras in task.cameras."
             )
 
         def vary(path: str, leaf: Tensor) -> Tensor:
             if leaf.is_floating_point() and cfg.state_noise:
                 return leaf + cfg.state_noise * torch.randn_like(leaf)
-            return randomly_moved(leaf, cfg.picture_shift) if path in images and cfg.picture_shift else leaf
+            return randomly_moved(leaf, cfg.image_shift) if path in images and cfg.image_shift else leaf
 
         return map_leaves(obs, {path: partial(vary, path) for path in found})
 

@@ -78,13 +78,13 @@ class PPOConfig(AlgorithmConfig):
     """Skips the rest of an update once a minibatch's KL divergence exceeds 1.5 times this; null never does."""
     gamma: float = 0.99
     """Discount per step."""
-    lam: float = 0.95
+    gae_lambda: float = 0.95
     """Trace decay λ of generalised advantage estimation."""
-    clip: float = 0.2
+    clip_coef: float = 0.2
     """Clipping range of the probability ratio."""
-    clip_value: float | None = None
+    value_clip_coef: float | None = None
     """Clipping range of the value function around its old output; null does not clip."""
-    value_coef: float = 1.0
+    value_coef: float = 0.5
     """Weight of the value loss."""
     entropy_coef: float = 0.001
     """Weight of the entropy bonus."""
@@ -111,12 +111,12 @@ class PPOConfig(AlgorithmConfig):
             require(name, getattr(self, name) >= 1, "must be at least 1")
         for name in ("learning_rate", "desired_kl", "max_grad_norm", "adam_eps", "reward_scale", "final_std"):
             require(name, getattr(self, name) > 0, "must be positive")
-        for name in ("gamma", "lam"):
+        for name in ("gamma", "gae_lambda"):
             require(name, 0 <= getattr(self, name) <= 1, "must lie in [0, 1]")
-        require("clip", 0 < self.clip < 1, "must lie in (0, 1)")
+        require("clip_coef", 0 < self.clip_coef < 1, "must lie in (0, 1)")
         for name in ("value_coef", "entropy_coef"):
             require(name, getattr(self, name) >= 0, "must not be negative")
-        for name in ("target_kl", "clip_value"):
+        for name in ("target_kl", "value_clip_coef"):
             value = getattr(self, name)
             require(name, value is None or value > 0, "must be positive or null")
 
@@ -173,12 +173,12 @@ class PPOLoss(Loss):
             advantage = advantage * batch[BEHAVIOUR_WEIGHT]
         log_ratio = log_prob - batch[ANCHOR_LOG_PROB if ANCHOR_LOG_PROB in batch else SAMPLE_LOG_PROB]
         ratio = probability_ratio(log_ratio)
-        policy_loss = clipped_surrogate(ratio, advantage, cfg.clip)
-        critic_loss = value_loss(value, batch[RETURN], batch[VALUE], cfg.clip_value)
+        policy_loss = clipped_surrogate(ratio, advantage, cfg.clip_coef)
+        critic_loss = value_loss(value, batch[RETURN], batch[VALUE], cfg.value_clip_coef)
         entropy_loss = -entropy.mean()
         loss = policy_loss + cfg.value_coef * critic_loss + cfg.entropy_coef * entropy_loss
         with torch.no_grad():
-            clip_frac = ((ratio - 1.0).abs() > cfg.clip).float().mean()
+            clip_frac = ((ratio - 1.0).abs() > cfg.clip_coef).float().mean()
             numbers = policy_loss, critic_loss, entropy_loss, approx_kl(log_ratio), clip_frac
         return self.result(loss, numbers, batch, evaluation)
 
@@ -385,7 +385,7 @@ class PPO(BaseAlgorithm):
             batch[TERMINATED],
             batch[DONE],
             gamma=self.cfg.gamma,
-            lam=self.cfg.lam,
+            gae_lambda=self.cfg.gae_lambda,
         )
         if self.cfg.normalize_advantage == "batch":
             advantage = normalize(advantage, distributed.all_gather(advantage))

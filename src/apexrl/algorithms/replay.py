@@ -53,7 +53,7 @@ class ReplayBuffer:
         importance_exponent: float = 0.4,
     ) -> None:
         if capacity < 1:
-            raise ConfigError(f"algo.replay_capacity must be at least 1, got {capacity}.")
+            raise ConfigError(f"algo.buffer_size must be at least 1, got {capacity}.")
         if min(priority_exponent, importance_exponent) < 0:
             given = f"{priority_exponent} and {importance_exponent}"
             raise ConfigError(f"algo.priority_exponent and algo.importance_exponent must not be negative, got {given}.")
@@ -93,7 +93,7 @@ class ReplayBuffer:
         """
         T, N = batch.batch_size
         if self.capacity + N <= T * N:
-            raise ConfigError(f"algo.replay_capacity is {self.capacity}, but a batch has {T * N} steps; raise it.")
+            raise ConfigError(f"algo.buffer_size is {self.capacity}, but a batch has {T * N} steps; raise it.")
         if missing := self.required_keys - set(batch.keys()):
             raise KeyError(f"ReplayBuffer.add needs {sorted(missing)}; the batch has {sorted(batch.keys())}.")
         columns = _columns(batch)
@@ -236,7 +236,7 @@ class ReplayBuffer:
         if needed > available:
             raise ConfigError(
                 f"A replay buffer for {self.capacity:,} transitions needs {needed / 1e9:.2f} GB on {self.device}, and "
-                f"{available / 1e9:.2f} GB are available; lower algo.replay_capacity."
+                f"{available / 1e9:.2f} GB are available; lower algo.buffer_size."
             )
         self._storage = _Storage(*layout, self.device)
         return self._storage

@@ -78,10 +78,10 @@ class RLOOConfig(AlgorithmConfig):
     """fixed, or linear: falls to 0 at the end of training."""
     warmup_steps: int = 0
     """Optimizer steps over which the step size rises from 0: Adam's first steps are as large on noise as on signal."""
-    clip: float = 0.2
-    """Clipping range of the probability ratio of a whole chunk, below 1 and, unless clip_high is given, above."""
-    clip_high: float | None = None
-    """Clipping range above 1; null takes clip."""
+    clip_coef: float = 0.2
+    """Clipping range of the probability ratio of a whole chunk, below 1 and, unless clip_coef_high is given, above."""
+    clip_coef_high: float | None = None
+    """Clipping range above 1; null takes clip_coef."""
     target_kl: float | None = None
     """Skips the rest of an update once a minibatch's KL divergence exceeds 1.5 times this; null never does."""
     entropy_coef: float = 0.0
@@ -131,8 +131,8 @@ class RLOOConfig(AlgorithmConfig):
             require(name, value is None or value >= 1, "must be at least 1 or null")
         for name in ("learning_rate", "imitation_learning_rate", "max_grad_norm", "adam_eps"):
             require(name, 0 < getattr(self, name) < math.inf, "must be positive")
-        require("clip", 0 < self.clip < 1, "must lie in (0, 1)")
-        for name in ("clip_high", "target_kl"):
+        require("clip_coef", 0 < self.clip_coef < 1, "must lie in (0, 1)")
+        for name in ("clip_coef_high", "target_kl"):
             value = getattr(self, name)
             require(name, value is None or value > 0, "must be positive or null")
         coefficients = "entropy_coef", "kl_coef", "imitation_coef"
@@ -186,7 +186,7 @@ class RLOOLoss(Loss):
     def __init__(self, policy: Policy, cfg: RLOOConfig, acceleration: Acceleration, terms: Sequence[Term] = ()) -> None:
         super().__init__(acceleration, terms)
         self.policy, self.cfg = policy, cfg
-        self.clip_high = cfg.clip if cfg.clip_high is None else cfg.clip_high
+        self.clip_coef_high = cfg.clip_coef if cfg.clip_coef_high is None else cfg.clip_coef_high
         # The number of chunks changes from batch to batch.
         self._run = torch.compile(evaluate_chunks, dynamic=True) if acceleration.compile else evaluate_chunks
 
@@ -201,14 +201,14 @@ class RLOOLoss(Loss):
         log_prob, entropy = evaluation = self.evaluate(batch)
         log_ratio = log_prob - batch[SAMPLE_LOG_PROB]
         ratio = probability_ratio(log_ratio)
-        policy_loss = clipped_surrogate(ratio, batch[ADVANTAGE], cfg.clip, self.clip_high)
+        policy_loss = clipped_surrogate(ratio, batch[ADVANTAGE], cfg.clip_coef, self.clip_coef_high)
         entropy_loss = -entropy.mean()
         start_kl = torch.zeros_like(policy_loss)
         if REFERENCE_LOG_PROB in batch:
             start_kl = reverse_kl(log_prob, batch[REFERENCE_LOG_PROB], batch[SAMPLE_LOG_PROB]).mean()
         loss = policy_loss + cfg.entropy_coef * entropy_loss + cfg.kl_coef * start_kl
         with torch.no_grad():
-            clip_frac = ((ratio < 1.0 - cfg.clip) | (ratio > 1.0 + self.clip_high)).float().mean()
+            clip_frac = ((ratio < 1.0 - cfg.clip_coef) | (ratio > 1.0 + self.clip_coef_high)).float().mean()
         numbers = policy_loss, entropy_loss, approx_kl(log_ratio), clip_frac, start_kl
         return self.result(loss, numbers, batch, evaluation)
 

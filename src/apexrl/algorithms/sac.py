@@ -48,7 +48,7 @@ class SACConfig(AlgorithmConfig):
     """Transitions in the replay buffer before the first gradient step."""
     uniform_start: bool = True
     """Draw actions uniformly within their bounds until then; false lets the policy act as it begins."""
-    replay_capacity: int = 1_000_000
+    buffer_size: int = 1_000_000
     """Transitions that are kept; the oldest make room."""
     replay_device: Literal["auto", "cpu"] = "auto"
     """Where they are kept; auto is the policy's device."""
@@ -74,7 +74,7 @@ class SACConfig(AlgorithmConfig):
     """Steer the temperature so that the entropy keeps its target."""
     target_entropy: float | None = None
     """Of actions scaled to [−1, 1]; null for minus the number of action dimensions."""
-    actor_interval: int = 1
+    policy_delay: int = 1
     """Gradient steps of the critics for each one of actor and temperature."""
     num_critics: int = 2
     """Independent critics; 10 with utd_ratio 20 is REDQ."""
@@ -95,7 +95,7 @@ class SACConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         require = checker(self, "algo")
-        for name in ("num_steps", "batch_size", "replay_capacity", "n_step", "actor_interval", "num_critics"):
+        for name in ("num_steps", "batch_size", "buffer_size", "n_step", "policy_delay", "num_critics"):
             require(name, getattr(self, name) >= 1, "must be at least 1")
         for name in ("utd_ratio", "learning_rate", "temperature", "reward_scale", "adam_eps"):
             require(name, getattr(self, name) > 0, "must be positive")
@@ -104,13 +104,13 @@ class SACConfig(AlgorithmConfig):
         for name in ("gamma", "importance_exponent"):
             require(name, 0 <= getattr(self, name) <= 1, "must lie in [0, 1]")
         require("tau", 0 < self.tau <= 1, "must lie in (0, 1]")
-        require("replay_capacity", self.replay_capacity <= MAX_CAPACITY, f"must be at most {MAX_CAPACITY}")
+        require("buffer_size", self.buffer_size <= MAX_CAPACITY, f"must be at most {MAX_CAPACITY}")
         require("dropout", 0 <= self.dropout < 1, "must lie in [0, 1)")
         rule = f"must lie between 1 and algo.num_critics ({self.num_critics})"
         require("target_subset", 1 <= self.target_subset <= self.num_critics, rule)
         require("max_grad_norm", self.max_grad_norm is None or self.max_grad_norm > 0, "must be positive or null")
-        rule = f"must not be above algo.replay_capacity ({self.replay_capacity})"
-        require("learning_starts", self.learning_starts <= self.replay_capacity, rule)
+        rule = f"must not be above algo.buffer_size ({self.buffer_size})"
+        require("learning_starts", self.learning_starts <= self.buffer_size, rule)
 
     def num_gradient_steps(self, total_steps: int, num_envs: int) -> int:
         """Return those after the start of learning."""
@@ -118,9 +118,9 @@ class SACConfig(AlgorithmConfig):
 
     def check_rollout(self, num_envs: int, *, keeps_sequences: bool) -> None:
         """Raise when a rollout of this many environments does not fit into the replay buffer."""
-        if self.num_steps * num_envs > self.replay_capacity:
+        if self.num_steps * num_envs > self.buffer_size:
             what = f"{self.num_steps * num_envs} steps (algo.num_steps · task.num_envs)"
-            raise ConfigError(f"algo.replay_capacity is {self.replay_capacity}, but one rollout has {what}; raise it.")
+            raise ConfigError(f"algo.buffer_size is {self.buffer_size}, but one rollout has {what}; raise it.")
 
 
 CRITIC_METRICS = ("critic_loss", "q_value", "grad_norm")
@@ -141,7 +141,7 @@ class SAC(BaseAlgorithm):
     shared_fields: ClassVar[Mapping[str, Callable[[int, str], int]] | None] = {
         "batch_size": distributed.share,
         "learning_starts": distributed.share_rounded,
-        "replay_capacity": distributed.share_rounded,
+        "buffer_size": distributed.share_rounded,
     }
     cfg: SACConfig
     config_class = SACConfig
@@ -230,7 +230,7 @@ class SAC(BaseAlgorithm):
 
     def _empty_replay(self) -> ReplayBuffer:
         return ReplayBuffer(
-            self.cfg.replay_capacity,
+            self.cfg.buffer_size,
             device="cpu" if self.cfg.replay_device == "cpu" else self.policy.device,
             priority_exponent=self.cfg.priority_exponent,
             importance_exponent=self.cfg.importance_exponent,
@@ -244,12 +244,12 @@ class SAC(BaseAlgorithm):
     def notice(self, batch: TensorDict) -> str | None:
         """State the memory of the replay buffer before it is allocated, and whether it is saved."""
         cfg = self.cfg
-        size = self.replay.bytes_for(batch, cfg.replay_capacity, cfg.priority_exponent) / 1e6
+        size = self.replay.bytes_for(batch, cfg.buffer_size, cfg.priority_exponent) / 1e6
         amount = f"{size / 1e3:.1f} GB" if size >= 1e3 else f"{size:.0f} MB"
         saved = "not saved (algo.save_replay), so a resumed run fills it anew"
         if cfg.save_replay:
             saved = "and once more in main memory while a checkpoint is written"
-        return f"Replay: {cfg.replay_capacity:,} transitions, {amount} on {self.replay.device}, {saved}."
+        return f"Replay: {cfg.buffer_size:,} transitions, {amount} on {self.replay.device}, {saved}."
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
         """Put one rollout ``[T, N]`` into the replay buffer and take the gradient steps that it has earned."""
@@ -267,7 +267,7 @@ class SAC(BaseAlgorithm):
             while self._due >= 1.0:
                 self._due -= 1.0
                 self._num_updates += 1
-                self._draw_and_step[self._num_updates % self.cfg.actor_interval == 0]()
+                self._draw_and_step[self._num_updates % self.cfg.policy_delay == 0]()
             self.policy.eval()
         self.policy.update_normalizer(rollout[OBSERVATION], apply=stats.nonfinite == 0)
         # NaN stands for what no gradient step of this update says; the trainer leaves it out.

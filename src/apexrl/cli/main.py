@@ -67,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
             raise
         return _end(
             "There is not enough memory. Lower task.num_envs, algo.num_steps, policy.hidden_dims, "
-            "policy.critic_hidden_dims, policy.memory_dim or algo.replay_capacity; on a suite of tasks "
+            "policy.critic_hidden_dims, policy.rnn_hidden_dim or algo.buffer_size; on a suite of tasks "
             "task.num_parallel_envs, task.max_cached_envs, algo.minibatch_size, algo.micro_batch_size or policy.size."
         )
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from apexrl.core.errors import ConfigError, did_you_mean
+from apexrl.core.renamed import renamed
 from apexrl.run.config import CONFIG_SECTIONS, Config, as_number, field_paths
 from apexrl.run.loading import overridden
 from apexrl.run.sources import parse_yaml, preset_dir, read_source
@@ -185,7 +186,8 @@ def _dimension(name: str, entry: Any) -> Dimension:
     """Check one field of the space."""
     kind = _kind(name)
     if kind is None:
-        raise ConfigError(f"space.{name}: there is no such field.{did_you_mean(str(name), field_paths())}")
+        unknown = f"there is no such field.{did_you_mean(str(name), field_paths())}"
+        raise ConfigError(f"space.{name}: {renamed(str(name), field_paths()) or unknown}")
     if name == "training.seed":
         raise ConfigError("space.training.seed must not be searched: give seeds, how many a trial is trained with.")
     shape = "must be {low: …, high: …}, with log: true for orders of magnitude, or {choices: [...]}"

@@ -9,6 +9,7 @@ from torch import nn
 
 from apexrl.core.errors import ConfigError, did_you_mean, requirement
 from apexrl.core.plugins import Registry
+from apexrl.core.renamed import NamesFields
 from apexrl.policies.networks.mlp import DistributionName
 from apexrl.policies.vla.policy import FREEZABLE
 
@@ -17,7 +18,7 @@ MAX_WIDTH, MAX_VLA_SIZE = 2**20, 2**14
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyConfig:
+class PolicyConfig(NamesFields):
     """The networks."""
 
     kind: str = "mlp"
@@ -29,7 +30,7 @@ class PolicyConfig:
     """Widths of the hidden layers; of those before the memory for gru."""
     critic_hidden_dims: tuple[int, ...] | None = None
     """Widths of the critic's hidden layers; null for the actor's. For gru only with critic_groups."""
-    memory_dim: int = 64
+    rnn_hidden_dim: int = 64
     """Width of the memory; only for gru."""
     activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = "tanh"
     """Between the layers."""
@@ -95,7 +96,7 @@ class PolicyConfig:
             require(name, max(widths, default=1) <= MAX_WIDTH, f"must hold widths of at most {MAX_WIDTH}")
         for name in ("actor_groups", "critic_groups"):
             require(name, getattr(self, name) != (), "must name at least one group or be null")
-        for name in ("memory_dim", "history", "latent_dim"):
+        for name in ("rnn_hidden_dim", "history", "latent_dim"):
             require(name, 1 <= getattr(self, name) <= MAX_WIDTH, f"must be at least 1 and at most {MAX_WIDTH}")
         between = f"must lie between policy.min_std ({self.min_std}, above 0) and policy.max_std ({self.max_std})"
         require("init_std", 0 < self.min_std <= self.init_std <= self.max_std, between)
@@ -110,7 +111,7 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VLAConfig:
+class VLAConfig(NamesFields):
     """A vision-language-action model, for rloo, bc and ppo, which adds a value head; chosen by ``policy.kind`` vla."""
 
     kind: Literal["vla"] = "vla"
@@ -121,7 +122,7 @@ class VLAConfig:
     """Of the prefix's transformer; null for that of the size."""
     depth: int | None = None
     """Layers; null for those of the size."""
-    heads: int | None = None
+    num_heads: int | None = None
     """Attention heads; null for those of the size."""
     head: Literal["likelihood", "flow"] = "likelihood"
     """likelihood: a distribution over chunks; flow: chunks are denoised by flow matching."""
@@ -147,7 +148,7 @@ class VLAConfig:
 
     def __post_init__(self) -> None:
         require, most = requirement(self, "policy"), f"at most {MAX_VLA_SIZE}"
-        for name in ("width", "depth", "heads"):
+        for name in ("width", "depth", "num_heads"):
             value = getattr(self, name)
             require(name, value is None or 1 <= value <= MAX_VLA_SIZE, f"must be null, or at least 1 and {most}")
         require("lora_rank", 0 <= self.lora_rank <= MAX_VLA_SIZE, f"must be at least 0 and {most}")

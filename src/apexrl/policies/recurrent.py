@@ -28,7 +28,7 @@ class RecurrentActorCritic(Policy):
         observation_space: of one environment.
         action_space: of one environment.
         hidden_dims: widths of the layers before the memory.
-        memory_dim: width of the memory.
+        rnn_hidden_dim: width of the memory.
         activation: between the layers.
         groups: observation groups that the memory sees; None for all but the privileged ones.
         critic_groups: observation groups that the critic sees beside the memory, privileged ones too; None for none.
@@ -45,7 +45,7 @@ class RecurrentActorCritic(Policy):
         action_space: gym.Space[Any],
         *,
         hidden_dims: Sequence[int] = (64,),
-        memory_dim: int = 64,
+        rnn_hidden_dim: int = 64,
         activation: str = "tanh",
         groups: Sequence[str] | None = None,
         critic_groups: Sequence[str] | None = None,
@@ -54,19 +54,19 @@ class RecurrentActorCritic(Policy):
         **head_options: Any,
     ) -> None:
         super().__init__(observation_space, action_space)
-        self.memory_dim = memory_dim
+        self.rnn_hidden_dim = rnn_hidden_dim
         self.encoder = ObservationEncoder(observation_space, groups)
         widths = [self.encoder.num_features, *hidden_dims]
         self.trunk = mlp(widths, activation)
-        self.cell = nn.GRUCell(widths[-1], memory_dim)
-        self.action_head = ActionHead(memory_dim, action_space, **head_options)
+        self.cell = nn.GRUCell(widths[-1], rnn_hidden_dim)
+        self.action_head = ActionHead(rnn_hidden_dim, action_space, **head_options)
         self.critic_encoder: ObservationEncoder | None = None
         self.value_head: nn.Module
         if critic_groups is None:
-            self.value_head = linear(memory_dim, 1, gain=1.0)
+            self.value_head = linear(rnn_hidden_dim, 1, gain=1.0)
         else:
             self.critic_encoder = ObservationEncoder(observation_space, critic_groups, privileged=True)
-            widths = [memory_dim + self.critic_encoder.num_features, *critic_hidden_dims]
+            widths = [rnn_hidden_dim + self.critic_encoder.num_features, *critic_hidden_dims]
             self.value_head = nn.Sequential(mlp(widths, activation), linear(widths[-1], 1, gain=1.0))
         self.normalizer = ObservationNormalizer(observation_space) if normalize_obs else None
 
@@ -77,7 +77,7 @@ class RecurrentActorCritic(Policy):
             env,
             **cfg.layers,
             groups=cfg.actor_groups,
-            memory_dim=cfg.memory_dim,
+            rnn_hidden_dim=cfg.rnn_hidden_dim,
             critic_groups=cfg.critic_groups,
             critic_hidden_dims=cfg.critic["hidden_dims"],
             **cfg.head,
@@ -86,7 +86,7 @@ class RecurrentActorCritic(Policy):
 
     def initial_state(self, num_envs: int) -> dict[str, Tensor]:
         """Return an empty memory, and the noise of gSDE."""
-        hidden = torch.zeros(num_envs, self.memory_dim, device=self.device)
+        hidden = torch.zeros(num_envs, self.rnn_hidden_dim, device=self.device)
         return {HIDDEN: hidden, **initial_noise(self.action_head, num_envs)}
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:

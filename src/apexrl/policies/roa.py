@@ -226,10 +226,11 @@ class ROAPolicy(Policy):
     @classmethod
     def from_config(cls, cfg: Any, env: HasSpaces, critic_options: Mapping[str, Any], *, needs_value: bool) -> Self:
         """Create the policy of a ``PolicyConfig``, which must not set what only other kinds read."""
-        if cfg.actor_groups is not None or cfg.memory_dim != type(cfg).memory_dim:
+        if cfg.actor_groups is not None or cfg.rnn_hidden_dim != type(cfg).rnn_hidden_dim:
             raise ConfigError(
-                f"policy.actor_groups must be null and policy.memory_dim {type(cfg).memory_dim} with policy.kind roa, "
-                f"which reads neither; got {cfg.actor_groups and list(cfg.actor_groups)} and {cfg.memory_dim}."
+                f"policy.actor_groups must be null and policy.rnn_hidden_dim {type(cfg).rnn_hidden_dim} with "
+                f"policy.kind roa, which reads neither; got {cfg.actor_groups and list(cfg.actor_groups)} "
+                f"and {cfg.rnn_hidden_dim}."
             )
         return cls.for_env(
             env,

@@ -60,7 +60,7 @@ def make_trainer(
         # Before the algorithm is created, which may copy weights from one network to another.
         _load_weights(policy, Path(init_from), env)
     precision: Any = features.precision
-    acceleration = Acceleration(graphs=features.graphs, compile=bool(features.compile), precision=precision)
+    acceleration = Acceleration(graphs=features.cuda_graphs, compile=bool(features.compile), precision=precision)
     acceleration.apply()
     several, in_background = distributed.world_size() > 1, training.collector == "async"
     if in_background or several:
@@ -91,7 +91,7 @@ def make_trainer(
         config=whole.to_dict(),
         lock=lock,
     )
-    graphs = features.graphs and device.type == "cuda"
+    graphs = features.cuda_graphs and device.type == "cuda"
     if several and (graphs or features.compile):
         trainer.tell(f"{distributed.world_size()} processes learn: CUDA graphs and compilation are switched off.")
     elif in_background and graphs:

@@ -16,7 +16,7 @@ from apexrl.agent.trainer import TrainingConfig
 from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig
 from apexrl.core import plugins
 from apexrl.core.errors import ConfigError, did_you_mean
-from apexrl.core.system.migrations import CONFIG_VERSION, VERSION_KEY, migrated_config
+from apexrl.core.renamed import renamed
 from apexrl.policies.config import POLICY_KINDS, PolicyConfig, VLAConfig
 from apexrl.run.sections import FeaturesConfig, LoggingConfig
 from apexrl.run.sources import nearest_option
@@ -70,7 +70,7 @@ class Config:
         """Return plain values that YAML and checkpoints can hold."""
         sections = _as_lists(asdict(self))
         imports = sections.pop("imports")
-        return {VERSION_KEY: CONFIG_VERSION, **({IMPORT: imports} if imports else {}), **sections}
+        return {**({IMPORT: imports} if imports else {}), **sections}
 
 
 IMPORT = "import"
@@ -135,7 +135,7 @@ def make_config(raw: Mapping[str, Any]) -> Config:
     """
     problems: list[str] = []
     sections: dict[str, Any] = {}
-    for name, values in import_modules(migrated_config(raw)).items():
+    for name, values in import_modules(raw).items():
         if name not in CONFIG_SECTIONS:
             problems.append(
                 f"Unknown section '{name}'; sections are {', '.join(CONFIG_SECTIONS)}."
@@ -182,7 +182,8 @@ def _section(name: str, values: dict[str, Any], problems: list[str]) -> Any:
         if key not in known:
             which = f" {SECTION_CHOICES[section]}" if section in SECTION_CHOICES else ""
             problems.append(
-                f"Unknown field '{name}.{key}'; fields{which} are {', '.join(known)}.{did_you_mean(str(key), known)}"
+                renamed(f"{name}.{key}", [f"{name}.{field}" for field in known])
+                or f"Unknown field '{name}.{key}'; fields{which} are {', '.join(known)}.{did_you_mean(str(key), known)}"
             )
         elif known[key].startswith(("int", "float")):
             checked[key] = number = as_number(value)
@@ -222,9 +223,8 @@ def require_known(name: str) -> None:
     """Refuse an option that is no ``section.field``, nor below one that takes any key."""
     paths = field_paths()
     if name not in paths and name.split(".")[:2] not in OPEN_FIELDS:
-        raise ConfigError(
-            f"Unknown option '--{name}'.{nearest_option(name, paths)} 'apexrl train --help-all' lists all."
-        )
+        unknown = f"Unknown option '--{name}'.{nearest_option(name, paths)} 'apexrl train --help-all' lists all."
+        raise ConfigError(renamed(name, paths) or unknown)
 
 
 def _as_lists(value: Any) -> Any:

@@ -10,14 +10,13 @@ import yaml
 
 from apexrl.algorithms import ALGORITHMS
 from apexrl.core.errors import ConfigError
-from apexrl.core.system.migrations import migrated_config
 from apexrl.run.config import CONFIG_SECTIONS, Config, import_modules, make_config, require_known, section_class
 from apexrl.run.sources import PlainLoader, read_source
 
 
 def with_overrides(raw: Mapping[str, Any], overrides: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """Set ``section.key`` to values given as text."""
-    merged: dict[str, Any] = _copied(migrated_config(raw))
+    merged: dict[str, Any] = _copied(raw)
     import_modules(merged)
     # First what decides which fields there are.
     for name, text in sorted(overrides, key=lambda pair: pair[0] != "algo.name"):

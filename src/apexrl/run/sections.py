@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from apexrl.core.errors import requirement
+from apexrl.core.renamed import NamesFields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeaturesConfig:
+class FeaturesConfig(NamesFields):
     """Extras that can be switched."""
 
     save_step_csv: bool = False
@@ -41,7 +42,7 @@ class FeaturesConfig:
     """Write a video of the trained policy at the end."""
     save_plot: bool = True
     """Draw the learning curve at the end."""
-    graphs: bool = True
+    cuda_graphs: bool = True
     """Capture rollout and update as CUDA graphs; without CUDA it does nothing."""
     compile: bool | Literal["auto", "update"] = "auto"
     """update: compile loss, gradient and optimizer; true: also policy and tensor tasks in rollouts; auto: as the number

@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from apexrl.core.errors import ConfigError, did_you_mean
-from apexrl.core.system.migrations import migrated_config
 
 SECTIONS = ("task", "policy", "algo", "training", "logging", "features")
 DEFAULT_PRESET = "lift_ppo"
@@ -88,9 +87,8 @@ def read_source(source: str) -> dict[str, Any]:
 
 
 def read_config(path: Path, where: str = "") -> dict[str, Any]:
-    """Read the sections of a YAML file of any version as this version has them; ``where`` is what messages call it."""
-    where = where or str(path)
-    return migrated_config(parse_yaml(path.read_text(encoding="utf-8", errors="replace"), where), where)
+    """Read the sections of a YAML file; ``where`` is what messages call it."""
+    return parse_yaml(path.read_text(encoding="utf-8", errors="replace"), where or str(path))
 
 
 def default_source(overrides: Iterable[tuple[str, str]]) -> tuple[str | None, str]:

@@ -27,6 +27,7 @@ from apexrl.collectors.demonstrations.record import Recorded, record_demos
 from apexrl.collectors.demonstrations.samples import SUFFIX, load_demos
 from apexrl.collectors.init_states import read_statistics
 from apexrl.core.errors import ConfigError, EnvError, ExportError, plural, requirement
+from apexrl.core.renamed import NamesFields
 from apexrl.core.system import distributed
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.system.files import read_json_lines, write_json
@@ -48,7 +49,7 @@ DEMOS, IMITATION = "demos", "imitation"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteConfig:
+class SuiteConfig(NamesFields):
     """A suite of language-conditioned tasks to train on, for rloo and bc; chosen by ``task.benchmark_name``."""
 
     collectors: ClassVar[Mapping[str, tuple[str, ...]]] = {"groups": ("sync", "async"), "demonstrations": ("sync",)}
@@ -71,7 +72,7 @@ class SuiteConfig:
     """Keep the simulators of training for the next batch; false creates those of every batch again."""
     max_episode_length: int | None = None
     """Control steps of an episode; null for the suite's own."""
-    chunk: int = 5
+    chunk_size: int = 5
     """Actions that the policy gives at once."""
     cameras: tuple[str, ...] = ()
     """Images that the policy sees, such as corner2 (Meta-World), or agentview and eye_in_hand (LIBERO)."""
@@ -91,7 +92,7 @@ class SuiteConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "task_names_to_use", self.task_names_to_use or ())
         require, most, length = requirement(self, "task"), self.num_parallel_envs, self.max_episode_length
-        for name in ("num_parallel_envs", "max_cached_envs", "chunk", "image_size"):
+        for name in ("num_parallel_envs", "max_cached_envs", "chunk_size", "image_size"):
             value = getattr(self, name)
             fits = value is None or 1 <= value <= MAX_SUITE_SIZE
             require(name, fits, f"must be at least 1 and at most {MAX_SUITE_SIZE}")
@@ -177,7 +178,7 @@ class SuiteConfig:
         return SuiteVecEnv(
             self.make_suite(),
             count,
-            chunk=self.chunk,
+            chunk=self.chunk_size,
             num_workers=None if self.num_workers is None else min(self.num_workers, count),
             max_cached_envs=self.max_cached_envs,
             split="val" if num_envs else "train",
@@ -274,7 +275,7 @@ class SuiteConfig:
                 "task.num_demos 10."
             )
         try:
-            return load_demos(path, env.suite, self.chunk)
+            return load_demos(path, env.suite, self.chunk_size)
         except ConfigError as error:
             raise ConfigError(f"task.demos: {error}") from error
 

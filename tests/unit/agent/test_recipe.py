@@ -49,7 +49,7 @@ def ppo(env: VecEnv) -> Trainer:
 
 
 def gru(env: VecEnv) -> Trainer:
-    policy = RecurrentActorCritic.for_env(env, memory_dim=8, normalize_obs=True)
+    policy = RecurrentActorCritic.for_env(env, rnn_hidden_dim=8, normalize_obs=True)
     return OnPolicyRunner(env, agent=PPO(policy=policy, cfg=PPOConfig(num_steps=4)), seed=3)
 
 

@@ -101,7 +101,7 @@ def test_a_ppo_update(gsde: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         schedule="fixed",
         normalize_advantage="minibatch",
         entropy_coef=0.01,
-        value_coef=1.0,
+        value_coef=0.5,
         max_grad_norm=0.5,
     )
     orders = [np.random.default_rng(epoch).permutation(steps) for epoch in range(num_epochs)]

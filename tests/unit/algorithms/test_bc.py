@@ -46,7 +46,7 @@ def mlp(seed: int = 0, **options: Any) -> ActorCritic:
 
 def vla(seed: int = 0, **options: Any) -> VLAPolicy:
     torch.manual_seed(seed)
-    return VLAPolicy(SPACE, ACTIONS, chunk=2, width=32, depth=1, heads=2, **options)
+    return VLAPolicy(SPACE, ACTIONS, chunk=2, width=32, depth=1, num_heads=2, **options)
 
 
 def weights(policy: Policy) -> Tensor:
@@ -223,7 +223,7 @@ def test_a_shift_reaches_what_is_learned() -> None:
         policy = VLAPolicy(space, gym.spaces.Box(-1, 1, (4,), np.float32), chunk=2, size="tiny")
         pictures = torch.randint(256, (32, 16, 16, 3), dtype=torch.uint8)
         samples = TensorDict({"observation": {"camera": pictures}, "action": torch.rand(32, 4)}, batch_size=[32])
-        BC(policy=policy, cfg=BCConfig(picture_shift=shift)).update(samples)
+        BC(policy=policy, cfg=BCConfig(image_shift=shift)).update(samples)
         return weights(policy)
 
     assert torch.equal(fitted_to_pictures(0), fitted_to_pictures(0))
@@ -233,17 +233,17 @@ def test_a_shift_reaches_what_is_learned() -> None:
 def test_a_shift_changes_pictures_and_nothing_else() -> None:
     samples = demonstrations(50)
     samples["observation"]["camera"] = torch.randint(256, (50, 8, 8, 3), dtype=torch.uint8)
-    moved = seen_in_an_update(samples, picture_shift=3)
+    moved = seen_in_an_update(samples, image_shift=3)
     assert not torch.equal(moved["camera"], samples["observation"]["camera"])
     for key in ("state", "instruction"):
         assert torch.equal(moved[key], samples["observation"][key])
-    with refused(ConfigError, "algo.picture_shift", -1):
-        BCConfig(picture_shift=-1)
+    with refused(ConfigError, "algo.image_shift", -1):
+        BCConfig(image_shift=-1)
 
 
 def test_a_shift_without_pictures_is_refused() -> None:
-    with refused(ConfigError, "algo.picture_shift", 3):
-        BC(policy=mlp(), cfg=BCConfig(picture_shift=3)).update(demonstrations(50))
+    with refused(ConfigError, "algo.image_shift", 3):
+        BC(policy=mlp(), cfg=BCConfig(image_shift=3)).update(demonstrations(50))
 
 
 def test_a_loaded_state_goes_on_bit_for_bit() -> None:

@@ -114,13 +114,12 @@ def test_one_minibatch_follows_the_gradient_of_the_written_out_loss() -> None:
     algorithm, batch = setup(num_epochs=1, num_minibatches=1, normalize_advantage="none", value_coef=0.5,
                              entropy_coef=0.01, learning_rate=1e-3, max_grad_norm=1e9)  # fmt: skip
     policy = algorithm.policy
-    advantage, target = gae(
-        batch["reward"], batch["value"], batch["next_value"], batch["terminated"], batch["done"], gamma=0.99, lam=0.95
-    )
+    inputs = (batch[key] for key in ("reward", "value", "next_value", "terminated", "done"))
+    advantage, target = gae(*inputs, gamma=0.99, gae_lambda=0.95)
     # At the first step the ratio is 1, so the clipped surrogate has the gradient of -mean(A log pi).
     log_prob, entropy = policy.evaluate_actions(batch["observation"], batch["action"])
     value = policy.get_value(batch["observation"])
-    loss = -(advantage * log_prob).mean() + 0.5 * 0.5 * (value - target).square().mean() - 0.01 * entropy.mean()
+    loss = -(advantage * log_prob).mean() + 0.5 * (value - target).square().mean() - 0.01 * entropy.mean()
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(policy.parameters()))])
     algorithm.update(batch)
     torch.testing.assert_close(algorithm.optimizer.gradient, expected, rtol=1e-3, atol=1e-5)
@@ -130,9 +129,9 @@ def test_one_minibatch_follows_the_gradient_of_the_written_out_loss() -> None:
     "option",
     [
         {"gamma": 0.9},
-        {"lam": 0.5},
-        {"clip": 0.02},
-        {"clip_value": 0.02},
+        {"gae_lambda": 0.5},
+        {"clip_coef": 0.02},
+        {"value_clip_coef": 0.02},
         {"value_coef": 0.1},
         {"entropy_coef": 0.5},
         {"max_grad_norm": 0.01},
@@ -430,7 +429,7 @@ def wandering_update(
 
 def test_the_loss_of_a_stale_sample_by_hand() -> None:
     # π / π_start is 1.5 and clipped to 1.2; π_start / π_sample is 0.5.
-    _, metrics = wandering_update(math.log(2.0) - 1.0, -1.0, math.log(1.5) - 1.0, clip=0.2)
+    _, metrics = wandering_update(math.log(2.0) - 1.0, -1.0, math.log(1.5) - 1.0, clip_coef=0.2)
     assert metrics["policy_loss"].item() == pytest.approx(-0.5 * 1.2 * 3.0)
     assert metrics["loss"].item() == metrics["policy_loss"].item()
     assert metrics["approx_kl"].item() == pytest.approx(0.5 - math.log(1.5))
@@ -538,9 +537,9 @@ def test_other_processes_begin_with_the_statistics_of_rewards_but_not_with_the_r
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("clip", 0.0), ("clip", 1.0), ("gamma", 1.1), ("lam", -0.1), ("num_epochs", 0), ("learning_rate", 0.0),
-     ("target_kl", 0.0), ("clip_value", -1.0), ("entropy_coef", -0.1), ("max_grad_norm", 0.0),
-     ("final_std", 0.0)],
+    [("clip_coef", 0.0), ("clip_coef", 1.0), ("gamma", 1.1), ("gae_lambda", -0.1), ("num_epochs", 0),
+     ("learning_rate", 0.0), ("target_kl", 0.0), ("value_clip_coef", -1.0), ("entropy_coef", -0.1),
+     ("max_grad_norm", 0.0), ("final_std", 0.0)],
 )  # fmt: skip
 def test_impossible_options_are_refused(field: str, value: float) -> None:
     with refused(ConfigError, f"algo.{field}", value):
@@ -549,7 +548,7 @@ def test_impossible_options_are_refused(field: str, value: float) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
-    [("num_steps", 2.5, ()), ("num_epochs", True, ()), ("clip", "a", ()), ("target_kl", "a", ("null",)),
+    [("num_steps", 2.5, ()), ("num_epochs", True, ()), ("clip_coef", "a", ()), ("target_kl", "a", ("null",)),
      ("normalize_reward", 1, ("true", "false")),
      ("schedule", "liner", ("['fixed', 'linear', 'adaptive']", "Did you mean 'linear'")),
      ("normalize_advantage", None, ("['batch', 'minibatch', 'none']",))],

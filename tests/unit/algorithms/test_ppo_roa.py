@@ -44,7 +44,7 @@ def make_roa(
     policy = ROAPolicy.for_env(make_env("payload", 1), history=24, **layers, normalize_obs=normalize_obs)
     with torch.no_grad():
         log_std(policy.actor).fill_(-0.5)
-    defaults = {"num_steps": NUM_STEPS, "num_epochs": 2, "num_minibatches": 2, "adapt_minibatches": 2, "clip": 0.2}
+    defaults = {"num_steps": NUM_STEPS, "num_epochs": 2, "num_minibatches": 2, "adapt_minibatches": 2, "clip_coef": 0.2}
     return PPOROA(policy, PPOROAConfig(**{**defaults, **options}), acceleration=acceleration)
 
 
@@ -544,7 +544,7 @@ def test_compiled_updates_equal_eager_ones_in_both_phases() -> None:
         ("ema_tau", 1.1, ("(0, 1]",)),
         ("encoder_penalty", -0.1, ()),
         ("phase", "fintune", ("['both', 'train', 'finetune']", "Did you mean 'finetune'")),
-        ("clip", 2.0, ("(0, 1)",)),
+        ("clip_coef", 2.0, ("(0, 1)",)),
         ("adapt_epochs", 1.5, ()),
     ],
 )
@@ -553,12 +553,12 @@ def test_impossible_options_are_refused(field: str, value: Any, allowed: tuple[o
         PPOROAConfig(**{field: value})
 
 
-@pytest.mark.parametrize("option", [{"actor_groups": ("policy",)}, {"memory_dim": 32}], ids=str)
+@pytest.mark.parametrize("option", [{"actor_groups": ("policy",)}, {"rnn_hidden_dim": 32}], ids=str)
 def test_options_of_other_policies_are_refused(option: dict[str, Any]) -> None:
     env = make_env("payload", 1)
     cpu = torch.device("cpu")
     make_policy(PolicyConfig(kind="roa"), env, cpu, PPOROAConfig())
-    with refused(ConfigError, "policy.actor_groups", "policy.memory_dim", "policy.kind", "roa"):
+    with refused(ConfigError, "policy.actor_groups", "policy.rnn_hidden_dim", "policy.kind", "roa"):
         make_policy(PolicyConfig(kind="roa", **option), env, cpu, PPOROAConfig())
 
 

@@ -122,9 +122,9 @@ def test_a_batch_may_fill_the_buffer_but_not_more() -> None:
     buffer.add(one_env([0, 1], [1, 2], [1, 2]))
     buffer.add(one_env([2, 3], [3, 4], [3, 4]))
     assert targets(buffer, n_step=2) == {2: (3 + 4 / 2, 0.25, 4, 1), 3: (4, 0.5, 4, 1)}
-    with refused(ConfigError, "algo.replay_capacity", 2, 3):
+    with refused(ConfigError, "algo.buffer_size", 2, 3):
         buffer.add(one_env([4, 5, 6], [5, 6, 7], [1, 1, 1]))
-    with refused(ConfigError, "algo.replay_capacity", 1, 0):
+    with refused(ConfigError, "algo.buffer_size", 1, 0):
         ReplayBuffer(0)
 
 
@@ -334,7 +334,7 @@ def test_priorities_are_counted_in_the_memory() -> None:
 
 def test_more_memory_than_there_is_is_refused_before_it_is_allocated() -> None:
     buffer = ReplayBuffer(10**15)
-    with pytest.raises(ConfigError, match=r"needs \d+\.\d\d GB on cpu, and \d+\.\d\d GB .* lower algo.replay_capacity"):
+    with pytest.raises(ConfigError, match=r"needs \d+\.\d\d GB on cpu, and \d+\.\d\d GB .* lower algo.buffer_size"):
         buffer.add(one_env([0], [1], [1]))
     assert buffer.num_bytes == 0
 

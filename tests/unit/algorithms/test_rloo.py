@@ -169,18 +169,18 @@ def test_the_ratio_is_one_in_the_first_minibatch() -> None:
 
 def test_the_clipped_ratio_is_that_of_the_whole_chunk() -> None:
     # Each of the four numbers became 1.1 times as likely: the chunk 1.46 times, outside a clip of 0.3.
-    algorithm, batch = setup(**ONE_STEP, clip=0.3)
+    algorithm, batch = setup(**ONE_STEP, clip_coef=0.3)
     batch["sample_log_prob"] -= CHUNK * float(np.log(1.1))
     assert algorithm.update(batch)["clip_frac"].item() == 1.0
 
 
 def test_the_upper_side_of_the_clip_can_differ() -> None:
-    algorithm, batch = setup(**ONE_STEP, clip=0.3, clip_high=0.5)
+    algorithm, batch = setup(**ONE_STEP, clip_coef=0.3, clip_coef_high=0.5)
     batch["sample_log_prob"] -= CHUNK * float(np.log(1.1))
     assert algorithm.update(batch)["clip_frac"].item() == 0.0
 
 
-@pytest.mark.parametrize("options", [{}, {"entropy_coef": 0.1, "kl_coef": 0.5, "clip": 0.05}])
+@pytest.mark.parametrize("options", [{}, {"entropy_coef": 0.1, "kl_coef": 0.5, "clip_coef": 0.05}])
 def test_micro_batches_add_up_to_the_gradient_of_the_minibatch(options: dict[str, Any]) -> None:
     algorithms = []
     for size in (None, 7):
@@ -218,8 +218,8 @@ def test_the_critic_and_the_statistics_of_observations_stay_as_they_are() -> Non
         {"num_minibatches": 9},
         {"minibatch_size": 16},
         {"learning_rate": 1e-3},
-        {"clip": 0.01},
-        {"clip_high": 0.01},
+        {"clip_coef": 0.01},
+        {"clip_coef_high": 0.01},
         {"target_kl": 1e-6},
         {"entropy_coef": 0.5},
         {"kl_coef": 0.5},
@@ -296,7 +296,7 @@ def test_the_step_size_rises_over_the_first_steps_and_over_those_after_a_collaps
 
 def test_the_divergence_from_the_start_is_measured_and_held_down() -> None:
     def divergence(kl_coef: float) -> float:
-        algorithm, batch = setup(kl_coef=kl_coef, num_epochs=8, learning_rate=1e-3, clip=0.9)
+        algorithm, batch = setup(kl_coef=kl_coef, num_epochs=8, learning_rate=1e-3, clip_coef=0.9)
         algorithm.update(batch)
         return algorithm.update(batch)["start_kl"].item()
 
@@ -388,7 +388,7 @@ def test_what_the_actor_stored_goes_to_the_evaluation_of_the_policy() -> None:
 
 def make_vla(head: Literal["likelihood", "flow"]) -> VLAPolicy:
     torch.manual_seed(0)
-    return VLAPolicy(OBSERVATION_SPACE, ACTION_SPACE, chunk=2, head=head, width=32, depth=1, heads=2)
+    return VLAPolicy(OBSERVATION_SPACE, ACTION_SPACE, chunk=2, head=head, width=32, depth=1, num_heads=2)
 
 
 @pytest.mark.parametrize("head", ["likelihood", "flow"])
@@ -408,7 +408,9 @@ def test_what_did_better_becomes_likelier_for_both_heads_of_a_vla(head: Literal[
 def test_actions_of_a_chunk_that_were_never_executed_do_not_count(head: Any, options: dict[str, Any]) -> None:
     def run(tail: float) -> tuple[dict[str, Tensor], Tensor]:
         torch.manual_seed(0)
-        policy = VLAPolicy(OBSERVATION_SPACE, ACTION_SPACE, chunk=2, head=head, width=32, depth=1, heads=2, **options)
+        policy = VLAPolicy(
+            OBSERVATION_SPACE, ACTION_SPACE, chunk=2, head=head, width=32, depth=1, num_heads=2, **options
+        )
         algorithm = RLOO(policy=policy, cfg=RLOOConfig(**ONE_STEP))
         batch = sample(policy)
         # Every chunk ended after the first of its two actions; what the second would have been is moved.
@@ -576,7 +578,7 @@ def test_the_weight_of_imitation_means_the_same_for_every_head_and_leaves_the_de
     heads: dict[Literal["likelihood", "flow"], dict[str, Any]] = {"likelihood": {"init_std": 0.5}, "flow": {}}
     policies: dict[str, tuple[Policy, Any]] = {}
     for head, options in heads.items():
-        vla = VLAPolicy(OBSERVATION_SPACE, ACTION_SPACE, chunk=2, head=head, width=32, depth=1, heads=2, **options)
+        vla = VLAPolicy(OBSERVATION_SPACE, ACTION_SPACE, chunk=2, head=head, width=32, depth=1, num_heads=2, **options)
         policies[head] = vla, vla.expert.head
     mlp = make_policy()
     policies["mlp"] = mlp, mlp.actor.action_head.head  # type: ignore[union-attr]
@@ -657,8 +659,8 @@ def test_one_lucky_batch_counts_half() -> None:
         ({"rloo_batch_size": 1}, ("algo.rloo_batch_size", 2, 1)),
         ({"num_epochs": 0}, ("algo.num_epochs", 1, 0)),
         ({"micro_batch_size": 0}, ("algo.micro_batch_size", 1, "null", 0)),
-        ({"clip": 1.0}, ("algo.clip", "(0, 1)", 1.0)),
-        ({"clip_high": 0.0}, ("algo.clip_high", "null", 0.0)),
+        ({"clip_coef": 1.0}, ("algo.clip_coef", "(0, 1)", 1.0)),
+        ({"clip_coef_high": 0.0}, ("algo.clip_coef_high", "null", 0.0)),
         ({"learning_rate": 0.0}, ("algo.learning_rate", 0.0)),
         ({"kl_coef": -0.1}, ("algo.kl_coef", -0.1)),
         ({"collapse_ratio": 1.0}, ("algo.collapse_ratio", "(0, 1)", "null", 1.0)),

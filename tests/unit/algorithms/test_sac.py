@@ -25,7 +25,7 @@ from apexrl.core.system.acceleration import Acceleration
 from apexrl.run.build import make_trainer
 from apexrl.run.loading import load_config
 
-SMALL = {"num_steps": 4, "batch_size": 8, "learning_starts": 1, "replay_capacity": 1000, "learning_rate": 1e-3}
+SMALL = {"num_steps": 4, "batch_size": 8, "learning_starts": 1, "buffer_size": 1000, "learning_rate": 1e-3}
 
 
 def make_sac(
@@ -195,7 +195,7 @@ def test_learning_waits_for_its_steps_and_does_not_make_up_for_them() -> None:
 
 
 def test_actions_are_uniform_until_learning_starts() -> None:
-    algorithm, collector = setup(learning_starts=2 * 4 * 200, replay_capacity=10_000, utd_ratio=1e-9)
+    algorithm, collector = setup(learning_starts=2 * 4 * 200, buffer_size=10_000, utd_ratio=1e-9)
     head: Any = algorithm.policy.actor.action_head
     with torch.no_grad():  # an actor that would push to one side, hardly varied
         head.head.bias.copy_(torch.tensor([1.5, -5.0]))
@@ -230,7 +230,7 @@ def test_a_run_that_starts_from_another_lets_its_policy_act(tmp_path: Path) -> N
 
 
 def test_the_actor_waits_for_its_interval() -> None:
-    algorithm, collector = setup(utd_ratio=0.125, actor_interval=3)  # one gradient step an update
+    algorithm, collector = setup(utd_ratio=0.125, policy_delay=3)  # one gradient step an update
     names = ("actor", "critics", "temperature")
     before = {name: algorithm.optimizers[name].flat.clone() for name in names}
     moved = []
@@ -484,7 +484,7 @@ def test_errors_become_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
         {"temperature": 0.1},
         {"learn_temperature": False},
         {"target_entropy": 5.0},
-        {"actor_interval": 2},
+        {"policy_delay": 2},
         {"num_critics": 3},
         {"target_subset": 1},
         {"actor_value": "mean"},
@@ -495,7 +495,7 @@ def test_errors_become_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
         {"adam_eps": 1e-2},
         {"priority_exponent": 1.0},
         {"priority_exponent": 1.0, "importance_exponent": 1.0},
-        {"replay_capacity": 8},
+        {"buffer_size": 8},
     ],
     ids=str,
 )
@@ -591,10 +591,10 @@ def test_the_actor_begins_as_linear_layers_do_with_the_deviation_asked_for() -> 
 
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
-    [("num_steps", 0, (1,)), ("batch_size", 0, (1,)), ("replay_capacity", 0, (1,)), ("n_step", 0, (1,)),
-     ("actor_interval", 0, (1,)), ("num_critics", 0, (1,)), ("utd_ratio", 0.0, ()), ("learning_rate", -1.0, ()),
+    [("num_steps", 0, (1,)), ("batch_size", 0, (1,)), ("buffer_size", 0, (1,)), ("n_step", 0, (1,)),
+     ("policy_delay", 0, (1,)), ("num_critics", 0, (1,)), ("utd_ratio", 0.0, ()), ("learning_rate", -1.0, ()),
      ("temperature", 0.0, ()), ("reward_scale", 0.0, ()), ("adam_eps", 0.0, ()), ("max_grad_norm", 0.0, ("null",)),
-     ("learning_starts", -1, ()), ("learning_starts", 1_000_001, ("algo.replay_capacity",)),
+     ("learning_starts", -1, ()), ("learning_starts", 1_000_001, ("algo.buffer_size",)),
      ("priority_exponent", -0.1, ()), ("importance_exponent", 1.1, ("[0, 1]",)), ("gamma", 1.1, ("[0, 1]",)),
      ("tau", 0.0, ("(0, 1]",)), ("dropout", 1.0, ("[0, 1)",)), ("target_subset", 3, (1, "algo.num_critics", 2)),
      ("target_subset", 0, (1, "algo.num_critics", 2)), ("actor_value", "max", ("'min'", "'mean'")),
@@ -608,8 +608,8 @@ def test_impossible_options_are_refused(field: str, value: Any, allowed: tuple[o
 
 
 def test_a_rollout_that_does_not_fit_the_replay_buffer_is_refused() -> None:
-    with refused(ConfigError, "algo.replay_capacity", 1000, 1004):
-        SACConfig(num_steps=4, replay_capacity=1000).check_rollout(251, keeps_sequences=False)
+    with refused(ConfigError, "algo.buffer_size", 1000, 1004):
+        SACConfig(num_steps=4, buffer_size=1000).check_rollout(251, keeps_sequences=False)
 
 
 def test_a_missing_key_is_named() -> None:
@@ -641,7 +641,7 @@ def batches(collector: SyncCollector, count: int) -> list[TensorDict]:
 @pytest.mark.parametrize("priority_exponent", [0.0, 0.6])
 def test_with_its_replay_buffer_it_goes_on_exactly(priority_exponent: float) -> None:
     options: dict[str, Any] = {
-        "save_replay": True, "utd_ratio": 0.3125, "actor_interval": 2, "priority_exponent": priority_exponent
+        "save_replay": True, "utd_ratio": 0.3125, "policy_delay": 2, "priority_exponent": priority_exponent
     }  # fmt: skip
     first, collector = setup(**options)
     run(first, collector, 3)
@@ -707,7 +707,7 @@ def test_a_state_from_before_learning_needs_no_warning_and_can_be_returned_to() 
 
 
 def test_critics_are_logged_also_where_no_step_trains_the_actor() -> None:
-    algorithm, collector = setup(actor_interval=100, utd_ratio=0.125)
+    algorithm, collector = setup(policy_delay=100, utd_ratio=0.125)
     metrics = run(algorithm, collector)
     assert metrics["critic_loss"].isfinite()
     assert metrics["loss"] == metrics["critic_loss"]
@@ -715,7 +715,7 @@ def test_critics_are_logged_also_where_no_step_trains_the_actor() -> None:
 
 
 def test_the_memory_is_stated() -> None:
-    algorithm, collector = setup(replay_capacity=1_000_000)
+    algorithm, collector = setup(buffer_size=1_000_000)
     text = algorithm.notice(collector.collect(4)) or ""
     assert "1,000,000 transitions" in text
     assert "MB on cpu" in text

@@ -68,7 +68,9 @@ def weights(algorithm: PPO) -> Tensor:
 
 def test_a_bonus_enters_the_advantage_and_not_the_rollout() -> None:
     plain, collector = setup(normalize_advantage="none")
-    curious, _ = setup(lambda policy: Distillation(policy, bonus=3.0), normalize_advantage="none", gamma=0.0, lam=0.0)
+    curious, _ = setup(
+        lambda policy: Distillation(policy, bonus=3.0), normalize_advantage="none", gamma=0.0, gae_lambda=0.0
+    )
     batch = collector.collect(16)
     reward = batch["reward"].clone()
     term: Any = curious.terms[0]

@@ -85,7 +85,7 @@ KINDS: dict[str, tuple[str, dict[str, str]]] = {
         "lift_ppo",
         {
             "policy.kind": "gru",
-            "policy.memory_dim": "12",
+            "policy.rnn_hidden_dim": "12",
             "policy.normalize_obs": "true",
             "task.kwargs.max_episode_steps": "40",
             **ON_POLICY,

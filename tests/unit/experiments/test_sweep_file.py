@@ -96,7 +96,7 @@ SPACE = "algo.learning_rate"
         ({"objective": 3}, ["objective must be", "got 3"]),
         ({"space": {}}, ["space must hold at least one field"]),
         ({"space": [1]}, ["space must hold fields and values, got [1]"]),
-        ({"space": {"algo.clipp": {"low": 0, "high": 1}}}, ["space.algo.clipp", "Did you mean 'algo.clip'?"]),
+        ({"space": {"algo.clipp": {"low": 0, "high": 1}}}, ["space.algo.clipp", "Did you mean 'algo.clip_coef'?"]),
         ({"space": {SPACE: 3}}, ["space.algo.learning_rate must be {low: …, high: …}", "got 3"]),
         ({"space": {SPACE: {"low": 1}}}, ["space.algo.learning_rate must be", "{'low': 1}"]),
         ({"space": {SPACE: {"low": 1, "high": 2, "logg": True}}}, ["unknown 'logg'", "Did you mean 'log'?"]),
@@ -106,10 +106,11 @@ SPACE = "algo.learning_rate"
         ({"space": {SPACE: {"low": 0.1, "high": 1, "log": 2}}}, ["log must be true or false, got 2"]),
         ({"space": {SPACE: {"choices": [1]}}}, ["choices must be a list of two or more values, got [1]"]),
         ({"space": {"algo.num_epochs": {"low": 1.5, "high": 3}}}, ["algo.num_epochs counts", "1.5 and 3"]),
-        ({"space": {"algo.clip": {"low": 0.1, "high": 3.0}}}, ["space.algo.clip: algo.clip must lie in (0, 1)", "3.0"]),
+        ({"space": {"algo.clip_coef": {"low": 0.1, "high": 3.0}}}, ["space.algo.clip_coef: ", "in (0, 1)", "3.0"]),
+        ({"space": {"algo.clip": {"low": 0.1, "high": 0.3}}}, ["algo.clip was renamed to algo.clip_coef."]),
         ({"space": {"training.seed": {"low": 0, "high": 3}}}, ["space.training.seed must not be searched", "seeds"]),
         ({"overrides": {"algo.lerning_rate": 1}}, ["'--algo.lerning_rate'", "Did you mean '--algo.learning_rate'?"]),
-        ({"overrides": {"algo.clip": 3}}, ["algo.clip must lie in (0, 1), got 3"]),
+        ({"overrides": {"algo.clip_coef": 3}}, ["algo.clip_coef must lie in (0, 1), got 3"]),
         ({"overrides": 3}, ["overrides must hold fields and values, got 3"]),
         ({"overrides": {"training.final_eval_episodes": 0}}, ["final_eval_episodes must be at least 1, got 0"]),
         (
@@ -126,8 +127,8 @@ def test_a_mistake_is_named_with_field_and_value(change: dict[str, Any], expecte
 
 
 def test_every_problem_of_the_space_is_named_at_once() -> None:
-    space = {"algo.clip": {"low": 2, "high": 1}, "algo.gamma": 3}
-    with refused(ConfigError, "my.yaml", "trials", "space.algo.clip", "space.algo.gamma"):
+    space = {"algo.clip_coef": {"low": 2, "high": 1}, "algo.gamma": 3}
+    with refused(ConfigError, "my.yaml", "trials", "space.algo.clip_coef", "space.algo.gamma"):
         sweep_from({**GOOD, "trials": 0, "space": space}, "my.yaml")
 
 

@@ -27,7 +27,7 @@ def make_policy(kind: str = "mlp", interval: int = 3) -> Policy:
     options: dict[str, Any] = {"hidden_dims": (8,), "gsde": True, "gsde_interval": interval, "init_std": 0.3}
     if kind == "mlp":
         return ActorCritic(*SPACES, actor_cfg=options)
-    return RecurrentActorCritic(*SPACES, memory_dim=6, **options)
+    return RecurrentActorCritic(*SPACES, rnn_hidden_dim=6, **options)
 
 
 def draws(policy: Policy, env: ScriptedEnv, num_steps: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from apexrl.rollout import initial_state, make_actor, rollout
 def make_policy() -> RecurrentActorCritic:
     torch.manual_seed(0)
     return RecurrentActorCritic(
-        gym.spaces.Box(-1e6, 1e6, (2,)), gym.spaces.Box(-1, 1, (1,)), hidden_dims=(8,), memory_dim=6
+        gym.spaces.Box(-1e6, 1e6, (2,)), gym.spaces.Box(-1, 1, (1,)), hidden_dims=(8,), rnn_hidden_dim=6
     )
 
 
@@ -64,7 +64,7 @@ def make_asymmetric() -> RecurrentActorCritic:
         gym.spaces.Dict({"policy": gym.spaces.Box(-1, 1, (2,)), "priv": gym.spaces.Box(-1, 1, (3,))}),
         gym.spaces.Box(-1, 1, (1,)),
         hidden_dims=(8,),
-        memory_dim=6,
+        rnn_hidden_dim=6,
         critic_groups=("policy", "priv"),
         critic_hidden_dims=(8,),
         normalize_obs=True,

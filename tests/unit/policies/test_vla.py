@@ -65,7 +65,7 @@ def with_statistics(policy: VLAPolicy) -> VLAPolicy:
 
 
 def test_a_text_tower_that_pools_tells_word_order_apart() -> None:
-    tower = TextTower(Dimensions(width=32, depth=1, heads=1, expert_width=16, pool_text=True, num_buckets=64), 8)
+    tower = TextTower(Dimensions(width=32, depth=1, num_heads=1, expert_width=16, pool_text=True, num_buckets=64), 8)
     texts = [instruction_tensor(text) for text in ("left of right", "right of left", "left of right.")]
     tokens, present = tower(torch.stack(texts))
     assert present is None
@@ -141,7 +141,7 @@ def test_a_value_head_values_the_state(head: str) -> None:
 def test_ppo_trains_both_heads_and_learns_the_value(head: str) -> None:
     env = make_env("pendulum", 4)
     torch.manual_seed(0)
-    policy = VLAPolicy.for_env(env, head=head, width=32, depth=1, heads=2, value_head=True)
+    policy = VLAPolicy.for_env(env, head=head, width=32, depth=1, num_heads=2, value_head=True)
     algorithm = PPO(policy=policy, cfg=PPOConfig(num_epochs=1, num_minibatches=1, learning_rate=3e-3, gamma=0.0))
     rollout = SyncCollector(env, policy, keep=PPO.required_keys, seed=0).collect(16)
     metrics = [algorithm.update(rollout) for _ in range(30)]
@@ -152,7 +152,7 @@ def test_ppo_trains_both_heads_and_learns_the_value(head: str) -> None:
 
 def test_ppo_refuses_a_policy_that_values_nothing() -> None:
     with refused(ConfigError, "VLAPolicy", "value_head=True"):
-        PPO(policy=VLAPolicy.for_env(make_env("pendulum", 2), width=32, depth=1, heads=2))
+        PPO(policy=VLAPolicy.for_env(make_env("pendulum", 2), width=32, depth=1, num_heads=2))
 
 
 def test_a_flow_policy_names_what_it_needs_to_evaluate() -> None:
@@ -295,7 +295,7 @@ def test_adapters_start_from_a_whole_policy_and_fold_into_one() -> None:
         ({"size": "tinny"}, ("policy.size", "'tinny'", "Did you mean 'tiny'")),
         ({"head": "diffusion"}, ("policy.head", "likelihood", "flow", "'diffusion'")),
         ({"chunk": 4}, ("policy.chunk", 6, 4)),
-        ({"heads": 5}, ("policy.heads", "policy.width", 128, 5)),
+        ({"num_heads": 5}, ("policy.num_heads", "policy.width", 128, 5)),
         ({"freeze": ("vison",)}, ("policy.freeze", "'vison'", "Did you mean 'vision'")),
         ({"init_std": 5.0}, ("policy.init_std", "policy.min_std", 5.0)),
         ({"distribution": "cauchy"}, ("policy.distribution", "gaussian", "laplace", "'cauchy'")),

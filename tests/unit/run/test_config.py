@@ -193,7 +193,7 @@ def test_a_typo_in_a_file_gets_the_nearest_name(raw: dict[str, Any], named: list
 @pytest.mark.parametrize(
     ("preset", "overrides", "has"),
     [
-        ("pendulum_sac", {"algo.clip": "0.2"}, "--algo.name sac"),
+        ("pendulum_sac", {"algo.clip_coef": "0.2"}, "--algo.name sac"),
         ("stage11_ript_vla", {"task.num_envs": "3"}, "num_parallel_envs"),
         ("stage11_ript_vla", {"task.id": "lift", "task.benchmark_name": "mt10"}, "--task.benchmark_name"),
     ],
@@ -214,9 +214,20 @@ def test_what_a_vla_may_be_reaches_to_its_bounds() -> None:
     VLAConfig(init_std=2.0, lora_rank=16384)
 
 
+def test_an_old_name_is_refused_with_the_new_one() -> None:
+    with refused(ConfigError, "algo.lam was renamed to algo.gae_lambda."):
+        make_config({"algo": {"lam": 0.9}})
+    with refused(ConfigError, "algo.lam was renamed to algo.gae_lambda."):
+        with_overrides({}, [("algo.lam", "0.9")])
+    old: dict[str, Any] = {"clip": 0.1}
+    with refused(ConfigError, "PPOConfig.clip was renamed to PPOConfig.clip_coef."):
+        PPOConfig(**old)
+    assert "renamed" not in message_of({"algo": {"name": "sac", "lam": 0.9}}), "SAC has no such field"
+
+
 def test_all_problems_are_reported_at_once() -> None:
-    message = message_of({"task": {"num_envs": "x"}, "algo": {"clip": 5, "gama": 1}, "trainig": {}})
-    for name in ("task.num_envs", "algo.gama", "algo.clip", "trainig"):
+    message = message_of({"task": {"num_envs": "x"}, "algo": {"clip_coef": 5, "gama": 1}, "trainig": {}})
+    for name in ("task.num_envs", "algo.gama", "algo.clip_coef", "trainig"):
         assert name in message
     assert len(message.splitlines()) == 4
 

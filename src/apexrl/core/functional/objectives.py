@@ -19,7 +19,9 @@ def probability_ratio(log_ratio: Tensor) -> Tensor:
     return (log_ratio - (log_ratio.detach() - MAX_LOG_RATIO).clamp_min(0.0)).exp()
 
 
-def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip: float, clip_high: float | None = None) -> Tensor:
+def clipped_surrogate(
+    ratio: Tensor, advantage: Tensor, clip_coef: float, clip_coef_high: float | None = None
+) -> Tensor:
     """PPO's pessimistic surrogate, negated to be minimised.
 
     L = −mean(min(ρ A, clamp(ρ, 1 − ε, 1 + ε_high) A))
@@ -27,23 +29,23 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip: float, clip_high: 
     Args:
         ratio: ρ = π(a|s) / π_old(a|s), any shape.
         advantage: A, of the same shape.
-        clip: ε.
-        clip_high: ε_high; None for ε.
+        clip_coef: ε.
+        clip_coef_high: ε_high; None for ε.
     """
-    high = 1.0 + (clip if clip_high is None else clip_high)
-    return -torch.min(ratio * advantage, ratio.clamp(1.0 - clip, high) * advantage).mean()
+    high = 1.0 + (clip_coef if clip_coef_high is None else clip_coef_high)
+    return -torch.min(ratio * advantage, ratio.clamp(1.0 - clip_coef, high) * advantage).mean()
 
 
-def value_loss(value: Tensor, target: Tensor, old_value: Tensor, clip: float | None) -> Tensor:
-    """Half the mean squared error; with ``clip`` the pessimistic one around the old value.
+def value_loss(value: Tensor, target: Tensor, old_value: Tensor, clip_coef: float | None) -> Tensor:
+    """Mean squared error; with ``clip_coef`` the pessimistic one around the old value.
 
-    L = ½ mean((V − R)²), or ½ mean(max((V − R)², (V_old + clamp(V − V_old, ±ε) − R)²))
+    L = mean((V − R)²), or mean(max((V − R)², (V_old + clamp(V − V_old, ±ε) − R)²))
     """
     error = (value - target).square()
-    if clip is not None:
-        clipped = old_value + (value - old_value).clamp(-clip, clip)
+    if clip_coef is not None:
+        clipped = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
         error = torch.max(error, (clipped - target).square())
-    return 0.5 * error.mean()
+    return error.mean()
 
 
 def approx_kl(log_ratio: Tensor) -> Tensor:
@@ -86,7 +88,14 @@ def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
 
 
 def gae(
-    reward: Tensor, value: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, *, gamma: float, lam: float
+    reward: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    terminated: Tensor,
+    done: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation with correct time limits.
 
@@ -103,14 +112,14 @@ def gae(
         terminated: bool.
         done: terminated or truncated, bool.
         gamma: discount γ.
-        lam: trace decay λ.
+        gae_lambda: trace decay λ.
 
     Returns:
         Advantages and value targets ``A + V``.
     """
     bootstrap = torch.where(terminated, torch.zeros_like(next_value), next_value)
     delta = reward + gamma * bootstrap - value
-    advantage = discounted_sum(delta, gamma * lam * (~done).to(delta.dtype))
+    advantage = discounted_sum(delta, gamma * gae_lambda * (~done).to(delta.dtype))
     return advantage, advantage + value
 
 

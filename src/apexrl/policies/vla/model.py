@@ -28,7 +28,7 @@ class Dimensions:
     """Of the prefix."""
     depth: int
     """Layers of both."""
-    heads: int
+    num_heads: int
     """Attention heads of both."""
     expert_width: int
     """Of the action expert."""
@@ -38,20 +38,20 @@ class Dimensions:
     """Rows of each embedding table of words; a power of two."""
 
     def __post_init__(self) -> None:
-        for name in ("width", "depth", "heads", "expert_width"):
+        for name in ("width", "depth", "num_heads", "expert_width"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"policy.{name} must be at least 1, got {getattr(self, name)}.")
-        if self.width % self.heads:
-            raise ConfigError(f"policy.heads must divide policy.width {self.width}, got {self.heads}.")
+        if self.width % self.num_heads:
+            raise ConfigError(f"policy.num_heads must divide policy.width {self.width}, got {self.num_heads}.")
         if self.expert_width % 2:
             raise ConfigError(f"policy.expert_width must be even, got {self.expert_width}.")
 
 
 SIZES = {
-    "tiny": Dimensions(width=128, depth=2, heads=4, expert_width=64, pool_text=True, num_buckets=512),
-    "small": Dimensions(width=384, depth=6, heads=6, expert_width=192),
-    "base": Dimensions(width=768, depth=12, heads=12, expert_width=384),
-    "large": Dimensions(width=1024, depth=18, heads=16, expert_width=512),
+    "tiny": Dimensions(width=128, depth=2, num_heads=4, expert_width=64, pool_text=True, num_buckets=512),
+    "small": Dimensions(width=384, depth=6, num_heads=6, expert_width=192),
+    "base": Dimensions(width=768, depth=12, num_heads=12, expert_width=384),
+    "large": Dimensions(width=1024, depth=18, num_heads=16, expert_width=512),
 }
 
 
@@ -105,9 +105,9 @@ class PrefixTransformer(nn.Module):
     def __init__(self, size: Dimensions, rank: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            PrefixLayer(size.width, size.heads, size.depth, rank) for _ in range(size.depth - 1)
+            PrefixLayer(size.width, size.num_heads, size.depth, rank) for _ in range(size.depth - 1)
         )
-        self.last = LastPrefixLayer(size.width, size.heads, rank)
+        self.last = LastPrefixLayer(size.width, size.num_heads, rank)
 
     def forward(self, x: Tensor, present: Tensor | None) -> Prefix:
         """Return keys and values of tokens ``[B, P, W]``; ``present [B, P]`` says which are no padding."""
@@ -127,8 +127,8 @@ class ExpertLayer(nn.Module):
 
     def __init__(self, size: Dimensions, rank: int) -> None:
         super().__init__()
-        self.heads = size.heads
-        self.scale = (size.width // size.heads) ** -0.5
+        self.heads = size.num_heads
+        self.scale = (size.width // size.num_heads) ** -0.5
         self.norm = nn.LayerNorm(size.expert_width)
         self.qkv = projection(size.expert_width, 3 * size.width, rank=rank)
         self.out = projection(size.width, size.expert_width, rank=rank, gain=(2 * size.depth) ** -0.5)

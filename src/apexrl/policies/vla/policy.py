@@ -41,7 +41,7 @@ class VLAPolicy(Policy):
         observation_space: vectors (joined into the state), ``instruction`` (uint8 bytes), pictures; each may be absent.
         action_space: a Box of ``chunk * A`` numbers, row by row.
         chunk: actions that one step takes.
-        head: this, ``size``, ``width``, ``depth``, ``heads``, ``lora_rank`` and ``freeze`` are those of ``VLAConfig``.
+        head: like ``size``, ``width``, ``depth``, ``num_heads``, ``lora_rank`` and ``freeze`` as in ``VLAConfig``.
         expert_width: of the action expert; None is half of ``width``.
         pool_text: one token for the whole instruction instead of one per word; None is that of the size.
         max_words: of an instruction.
@@ -63,7 +63,7 @@ class VLAPolicy(Policy):
         size: str = "tiny",
         width: int | None = None,
         depth: int | None = None,
-        heads: int | None = None,
+        num_heads: int | None = None,
         expert_width: int | None = None,
         pool_text: bool | None = None,
         max_words: int = 20,
@@ -84,7 +84,7 @@ class VLAPolicy(Policy):
             raise ConfigError(f"A vla policy needs a state or a picture in the observation, got {observation_space}.")
         num_states = sum(int(np.prod(spaces[path].shape)) for path in self.vectors)
         dimensions = _dimensions(
-            size, width=width, depth=depth, heads=heads, expert_width=expert_width, pool_text=pool_text
+            size, width=width, depth=depth, num_heads=num_heads, expert_width=expert_width, pool_text=pool_text
         )
         self.chunk, self.dimensions = chunk, dimensions
         self.scaling = Scaling(num_states, chunk * num_actions, scale_states=normalize_obs)

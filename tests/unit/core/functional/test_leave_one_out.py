@@ -69,7 +69,7 @@ def test_the_standard_deviation_is_that_of_each_group() -> None:
     ],
 )
 def test_the_surrogate_is_clipped_on_the_side_where_it_would_gain(ratio: float, advantage: float, loss: float) -> None:
-    found = clipped_surrogate(torch.tensor(ratio), torch.tensor(advantage), clip=0.2, clip_high=0.4)
+    found = clipped_surrogate(torch.tensor(ratio), torch.tensor(advantage), clip_coef=0.2, clip_coef_high=0.4)
     torch.testing.assert_close(found, torch.tensor(loss))
 
 
