@@ -1,4 +1,4 @@
-"""Where an iteration's time goes on a GPU: phases, and the kernels inside them.
+"""Profile of one iteration on a GPU: phases, and the kernels inside them.
 
     python benchmarks/profile_iteration.py [--envs 4096] [--top 25]
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of the README from a finished run of ``lift_ppo``: ``python docs/draw_images.py RUN_DIR``."""
+"""Draw the images of the README from a finished run of ``lift_ppo``: ``python docs/draw_images.py RUN_DIR``."""
 
 from __future__ import annotations
 
