@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from apexrl.core.renamed import RENAMED
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
@@ -86,7 +89,7 @@ def section(path: Path) -> str:
     parts += [settings(record), NOTES.get(name, "")]
     # Rows that were measured by calls of their own say with which options.
     options = (row.get("options", "") for row in record.get("rows", [{}]))
-    calls = dict.fromkeys(command if text in command else f"{command} {text}" for text in options)
+    calls = dict.fromkeys(in_todays_words(command if text in command else f"{command} {text}") for text in options)
     parts += ["```bash\n" + "\n".join(calls) + "\n```", f"{where(record)} [Record](../benchmarks/{path.name})."]
     return "\n\n".join(part for part in parts if part)
 
@@ -99,6 +102,11 @@ def description(command: str) -> str:
         return ""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split()).replace("``", "`")
+
+
+def in_todays_words(command: str) -> str:
+    """A recorded command with the present names of its options."""
+    return re.sub(r"(?<=[a-z]\.)\w+(?==)", lambda name: RENAMED.get(name[0], name[0]), command)
 
 
 # What a record holds
