@@ -164,6 +164,12 @@ def numbered(directory: Path, last_iteration: float = float("inf")) -> list[Path
     return [path for number, path in sorted(found) if number <= last_iteration]
 
 
+def directory_of(run_dir: Path) -> Path:
+    """Return where the checkpoints of a run lie: in ``checkpoints``, unless a script has saved beside its logs."""
+    own = run_dir / "checkpoints"
+    return run_dir if not own.is_dir() and numbered(run_dir) else own
+
+
 def latest(directory: Path) -> Path:
     """Return the newest numbered checkpoint of a directory."""
     paths = numbered(directory)

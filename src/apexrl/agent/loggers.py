@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -44,6 +45,10 @@ class Logger(ABC):
 
     def message(self, text: str) -> None:
         """Show a line of text."""
+        return
+
+    def flush(self) -> None:
+        """Write what is pending, and leave the terminal to others: training has ended for now."""
         return
 
     def close(self) -> None:
@@ -88,6 +93,12 @@ class TensorBoardLogger(Logger):
             for name, value in values.items():
                 if "/" in name:
                     self.writer.add_scalar(name, value, total_steps)
+
+    def flush(self) -> None:
+        """Write what is pending; on a full disk it is lost, the other logs have it."""
+        if self.writer is not None:
+            with suppress(OSError):
+                self.writer.flush()
 
     def close(self) -> None:
         """Flush and close the event file; on a full disk what is left is lost, the other logs have it."""
@@ -147,12 +158,21 @@ class WandbLogger(Logger):
 
 
 class ConsoleLogger(Logger):
-    """Shows iteration, speed, return, success and time left."""
+    """Shows iteration, speed, return, success and time left: a bar in a terminal, a line in a notebook's cell.
+
+    Anywhere else it prints a line every few seconds.
+
+    Args:
+        console: where to; standard output when not given.
+        seconds_between_lines: at least, where there is no terminal.
+    """
 
     shows_stages = True
 
-    def __init__(self, console: Console | None = None, seconds_between_lines: float = 5.0) -> None:
+    def __init__(self, console: Console | None = None, seconds_between_lines: float | None = None) -> None:
         self.console = console or Console()
+        if seconds_between_lines is None:
+            seconds_between_lines = 0.5 if self.console.is_jupyter else 5.0
         self.seconds_between_lines = seconds_between_lines
         self.seen: dict[str, float] = {}
         self.started = time.monotonic()
@@ -160,13 +180,15 @@ class ConsoleLogger(Logger):
         self.last_line = -float("inf")
         self.bar: Progress | None = None
         self.task: TaskID | None = None
+        self.cell: Any = None
+        """The line in a notebook."""
 
     def log(self, values: Mapping[str, float]) -> None:
         """Remember the newest number of each kind."""
         self.seen.update(values)
 
     def progress(self, values: Mapping[str, float], done: float) -> None:
-        """Move the bar, or print a line every few seconds and at the end."""
+        """Move the bar, or write a line every few seconds and at the end."""
         self.seen.update(values)
         if self.first_done is None:
             self.first_done = done
@@ -177,23 +199,35 @@ class ConsoleLogger(Logger):
         now = time.monotonic()
         if now - self.last_line >= self.seconds_between_lines or done >= 1.0:
             self.last_line = now
-            self.console.print(
-                f"{done:4.0%}  steps {int(values['total_steps']):,}  {self._status()}  left {self._seconds_left(done)}",
-                highlight=False,
-                soft_wrap=True,
-            )
+            steps = int(values["total_steps"])
+            self._show(f"{done:4.0%}  steps {steps:,}  {self._status()}  left {self._seconds_left(done)}")
 
     def message(self, text: str) -> None:
         """Print a line above the bar."""
         (self.bar.console if self.bar else self.console).print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Leave the bar as it is and free the terminal; what follows is shown from its own beginning."""
         if self.bar is not None:
             self.bar.stop()
-            self.bar = None
-        self.first_done, self.last_line = None, -float("inf")
+        self.bar = self.cell = self.first_done = None
+        self.last_line = -float("inf")
         self.seen.clear()
+
+    def close(self) -> None:
+        """Free the terminal."""
+        self.flush()
+
+    def _show(self, line: str) -> None:
+        """Print a line, which in a notebook replaces the one before."""
+        if not self.console.is_jupyter:
+            self.console.print(line, highlight=False, soft_wrap=True)
+            return
+        content = {"text/plain": line}
+        if self.cell is None:
+            self.cell = import_module("IPython.display").display(content, raw=True, display_id=True)
+        else:
+            self.cell.update(content, raw=True)
 
     def _status(self) -> str:
         parts = [f"iteration {int(self.seen['iteration'])}"]

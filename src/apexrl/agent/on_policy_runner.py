@@ -12,15 +12,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.agent.loggers import JsonlLogger, Logger, TensorBoardLogger
+from apexrl.agent.loggers import Logger
 from apexrl.agent.trainer import Trainer, TrainingConfig
 from apexrl.algorithms import ALGORITHMS, BaseAlgorithm
 from apexrl.algorithms.base import find_device
 from apexrl.core.errors import ConfigError, did_you_mean
 from apexrl.core.metrics import EpisodeMetrics, fold_episodes
 from apexrl.core.observations import leaves
-from apexrl.core.system import distributed, files
-from apexrl.core.system.files import cut_json_lines
+from apexrl.core.system import files
 from apexrl.core.types import ACTION, NEXT_VALUE, OBSERVATION, SAMPLE_LOG_PROB, VALUE, Actor, Carry, Observation
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.envs.base import RunningEpisodes
@@ -43,10 +42,11 @@ class OnPolicyRunner(Trainer):
         critic_class: class of the critic network.
         actor_cfg: options of the actor, such as ``hidden_dims``; for ppo_roa those of ``ROAPolicy``.
         critic_cfg: options of the critic.
-        log_dir: where ``metrics.jsonl``, ``evaluations.jsonl`` and TensorBoard events go; None logs nothing. Where one
-            of the two directories already holds a run, ``run_2`` (or ``run_3``, …) in both is used, unless
-            ``load_checkpoint`` continues that run; this is decided at the first write.
-        save_dir: where checkpoints go; None saves none.
+        log_dir: the run directory, with ``config.yaml``, ``metrics.jsonl``, ``evaluations.jsonl`` and TensorBoard
+            events, which every command reads; None logs nothing. Where one of the two directories already holds a run,
+            ``run_2`` (or ``run_3``, …) in both is used, unless ``load_checkpoint`` continues that run; this is decided
+            at the first write.
+        save_dir: where checkpoints go; ``checkpoints`` in ``log_dir`` when not given, and none without either.
         device: of the policy; CUDA when there is one, when not given. With ``agent`` this and the options above, from
             ``algorithm`` to ``critic_cfg``, are refused: the agent has its own.
         log_interval: iterations between logged ones; the first and the last are always logged.
@@ -63,6 +63,7 @@ class OnPolicyRunner(Trainer):
         training: the whole schedule, in the place of ``save_interval``, ``eval_interval``, ``eval_episodes``,
             ``keep_checkpoints`` and ``seed``.
         loggers: more places for the numbers.
+        progress: show it on the console; when not given, in a terminal or a notebook.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class OnPolicyRunner(Trainer):
         seed: int = 0,
         training: TrainingConfig | None = None,
         loggers: Sequence[Logger] = (),
+        progress: bool | None = None,
     ) -> None:
         vec_env = as_vec_env(env)
         if agent is None:
@@ -146,12 +148,13 @@ class OnPolicyRunner(Trainer):
             agent,
             training or TrainingConfig(**schedule),
             eval_env=eval_env,
-            loggers=loggers if log_dir is None else [_RunLogger(self), *loggers],
+            loggers=loggers,
             run_dir=log_dir,
             save_dir=save_dir,
             log_interval=log_interval,
             log_reward_components=log_reward_components,
             save_step_csv=save_step_csv,
+            progress=progress,
         )
         self.agent = agent
         self.eval_episode_metrics = EpisodeMetrics(keep_episodes=True)
@@ -184,15 +187,6 @@ class OnPolicyRunner(Trainer):
     def eval(self, num_episodes: int = 10) -> dict[str, float]:
         """Evaluate deterministically on separate environments; returns numbers by log name."""
         return self.evaluate(num_episodes, deterministic=True).logs()
-
-    def learn(self, total_timesteps: int | None = None) -> None:
-        """Train as ``Trainer.learn`` does; lines of this run after the current iteration leave the logs."""
-        if total_timesteps is None or total_timesteps > 0:
-            self.directories.prepare(self.iteration)
-            if self.run_dir is not None and distributed.is_main_process():
-                cut_json_lines(self.run_dir / "metrics.jsonl", self.iteration)
-                cut_json_lines(self.run_dir / "evaluations.jsonl", self.iteration, max_lines=self.num_evaluations)
-        super().learn(total_timesteps)
 
     def rollout(
         self,
@@ -283,31 +277,6 @@ class OnPolicyRunner(Trainer):
             paths = save_step_csvs(step_data_per_env, directory)
         self.counters.num_evaluations += 1
         return paths
-
-
-class _RunLogger(Logger):
-    """``metrics.jsonl`` and TensorBoard events in the directory of a run, which is known at the first line.
-
-    Args:
-        runner: of the run.
-    """
-
-    def __init__(self, runner: OnPolicyRunner) -> None:
-        self.runner = runner
-        self.loggers: list[Logger] = []
-
-    def log(self, values: Mapping[str, float]) -> None:
-        """Record the numbers in both."""
-        if not self.loggers:
-            assert self.runner.run_dir is not None
-            self.loggers = [JsonlLogger(self.runner.run_dir / "metrics.jsonl"), TensorBoardLogger(self.runner.run_dir)]
-        for logger in self.loggers:
-            logger.log(values)
-
-    def close(self) -> None:
-        """Close both."""
-        for logger in self.loggers:
-            logger.close()
 
 
 def _running_episodes(env: VecEnv, policy: Policy, obs: Observation | Mapping[str, Tensor] | None) -> RunningEpisodes:

@@ -14,6 +14,7 @@ from typing import Any
 from apexrl.agent.schedule import TrainingConfig
 from apexrl.algorithms import ALGORITHMS, BaseAlgorithm
 from apexrl.core.errors import CheckpointError
+from apexrl.core.system.acceleration import Acceleration
 from apexrl.envs import VecEnv
 from apexrl.policies import Policy
 from apexrl.policies.networks import MLPActor, MLPCritic, QEnsemble
@@ -45,9 +46,16 @@ class Recipe:
         return self.policy_class.for_env(env, **self.options)
 
 
-def write_recipe(env: VecEnv, algorithm: BaseAlgorithm, training: TrainingConfig) -> dict[str, Any]:
+def write_recipe(
+    env: VecEnv,
+    algorithm: BaseAlgorithm,
+    training: TrainingConfig,
+    logging: Mapping[str, Any],
+    save_step_csv: bool,
+) -> dict[str, Any]:
     """Return what ``read_recipe`` needs, as plain values; classes of others are there by name."""
     task, cfg = env.made_from, getattr(algorithm, "cfg", None)
+    acceleration = getattr(algorithm, "acceleration", None) or Acceleration()
     is_own = OWN_CLASSES.get(type(algorithm).__name__) is type(algorithm)
     return {
         "env": type(getattr(env, "simulator", env)).__name__,
@@ -55,6 +63,13 @@ def write_recipe(env: VecEnv, algorithm: BaseAlgorithm, training: TrainingConfig
         "algorithm": _by_name(type(algorithm)),
         "algo": _by_name(asdict(cfg)) if is_own and cfg is not None else {},
         "training": _by_name(asdict(training)),
+        "logging": _by_name(logging),
+        "features": {
+            "save_step_csv": save_step_csv,
+            "cuda_graphs": acceleration.graphs,
+            "compile": acceleration.compile,
+            "precision": acceleration.precision,
+        },
         "policy": _by_name(type(algorithm.policy)),
         "options": _by_name(algorithm.policy.options),
     }
@@ -86,6 +101,7 @@ def read_recipe(content: Mapping[str, Any], path: Path) -> Recipe:
         policy_class = _by_class(stored["policy"], "policy", path)
         kinds = [kind for kind, policy in algorithm.policies.items() if policy is policy_class]
         sections = {name: stored[name] for name in ("task", "algo", "training")}
+        sections |= {name: stored[name] for name in ("logging", "features") if name in stored}
         options = {str(name): _by_class(value, str(name), path) for name, value in stored["options"].items()}
         return Recipe({**sections, "policy": {"kind": kinds[0]}}, policy_class, options)
     except (KeyError, TypeError, AttributeError, IndexError) as error:

@@ -56,9 +56,9 @@ class TrainingConfig:
     """Environments of an evaluation; never more than its episodes."""
     final_eval_episodes: int = 100
     """Episodes of the evaluation at the end; 0 skips it."""
-    stop_when: str = ""
+    stop_when: str | None = None
     """Early stopping: training ends when a logged number reaches a threshold, such as "eval/success_rate >= 0.95" (with
-    eval_interval) or "rollout/return > 400"; one of >=, <=, > and <. Empty for total_timesteps alone."""
+    eval_interval) or "rollout/return > 400"; one of >=, <=, > and <. null: never."""
 
     def __post_init__(self) -> None:
         require = requirement(self, "training")

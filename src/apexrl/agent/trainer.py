@@ -65,14 +65,18 @@ class Trainer:
             ``RolloutGenerator`` with the algorithm's options.
         eval_env: environments for evaluation; made from ``env`` when not given.
         loggers: where numbers go.
-        run_dir: where ``evaluations.jsonl`` and step tables go; None writes neither. Where one of the two directories
-            already holds a run, ``run_2`` (or ``run_3``, …) in both is used, unless ``load_checkpoint`` continues that
-            run; this is decided at the first write.
-        save_dir: where checkpoints go; None saves none.
+        run_dir: where ``config.yaml``, ``metrics.jsonl``, ``evaluations.jsonl``, TensorBoard events and step tables go:
+            a directory that every command reads. None writes nothing. Where one of the two directories already holds a
+            run, ``run_2`` (or ``run_3``, …) in both is used, unless ``load_checkpoint`` continues that run; this is
+            decided at the first write.
+        save_dir: where checkpoints go; ``checkpoints`` in ``run_dir`` when not given, and none without either.
         log_interval: iterations between logged ones; the first and the last are always logged.
         log_reward_components: log the metrics that the task declares besides success and failure.
         save_step_csv: write one table of steps for each environment at every evaluation.
-        config: the whole configuration as plain values, stored in checkpoints.
+        tensorboard: write TensorBoard events into ``run_dir``.
+        progress: show it on the console; when not given, in a terminal or a notebook.
+        config: the whole configuration as plain values, stored in ``config.yaml`` and checkpoints; when not given,
+            these say how the parts were created.
         lock: of ``run_dir``, held by this process: the directories are this run's own. ``close`` gives it back.
     """
 
@@ -91,6 +95,8 @@ class Trainer:
         log_interval: int = 1,
         log_reward_components: bool = True,
         save_step_csv: bool = False,
+        tensorboard: bool = True,
+        progress: bool | None = None,
         config: Mapping[str, Any] | None = None,
         lock: DirectoryLock | None = None,
     ) -> None:
@@ -126,9 +132,12 @@ class Trainer:
         self.config = dict(config or {})
         self.counters = Counters()
         self.callbacks: dict[str, list[Callable[..., Any]]] = {event: [] for event in EVENTS}
-        self.log = TrainingLog(loggers, self.collector, log_interval, log_reward_components)
-        self.directories = RunDirectories(run_dir, save_dir, self.tell, lock)
-        recipe = {} if config else {RECIPE: write_recipe(env, algorithm, cfg)}
+        self.log = TrainingLog(loggers, self.collector, log_interval, log_reward_components, progress)
+        logging = {"log_interval": log_interval, "reward_components": log_reward_components, "tensorboard": tensorboard}
+        recipe = {} if config else {RECIPE: write_recipe(env, algorithm, cfg, logging, save_step_csv)}
+        self.directories = RunDirectories(
+            run_dir, save_dir, self.tell, lock, config=config or recipe[RECIPE], device=policy.device
+        )
         self.checkpointer = Checkpointer(
             env,
             policy,
@@ -140,7 +149,7 @@ class Trainer:
             about={"config": self.config, **recipe},
             tell=self.tell,
         )
-        self.save_step_csv = save_step_csv
+        self.save_step_csv, self._tensorboard = save_step_csv, tensorboard
         self._check_step_csv()
         self._watch = Stopwatch(policy.device)
         """Runs while a rollout, an update or an evaluation is under way: the iteration begins again after a failure."""
@@ -222,7 +231,7 @@ class Trainer:
         if target == 0:
             return
         fire, watch = self._fire, self._watch
-        with self._running() as stop:
+        with self._running(target) as stop:
             self._teach_normalizer(target)
             while self._progress(target) < 1.0 and not stop.requested():
                 fire("pre_iteration")
@@ -256,14 +265,14 @@ class Trainer:
             self.tell(warning)
 
     @contextmanager
-    def _running(self) -> Iterator[StopRequest]:
+    def _running(self, target: int) -> Iterator[StopRequest]:
         """Get ready to write, and take signals; when the block fails, save if that is possible, and say what is left.
 
         In the middle of a rollout or an update nothing is fit to be saved.
         """
-        self.directories.prepare(self.iteration)
-        saver = self.checkpointer
-        with stop_on_signal(lambda: saver.seconds, lambda: not saver.is_saving) as stop:
+        saver, writing_alone = self.checkpointer, self.directories.training(self.counters, target)
+        with writing_alone, stop_on_signal(lambda: saver.seconds, lambda: not saver.is_saving) as stop:
+            self.log.open(self.run_dir, self._tensorboard)
             self._stop_request = stop
             if self._stop_when and self.counters.stopped_by == str(self._stop_when):
                 self.tell(f"Training has ended: {self._stop_when}. To continue, change training.stop_when.")
@@ -281,6 +290,8 @@ class Trainer:
             finally:
                 self._stop_request = None
                 self._watch.clear()
+                for logger in self.log.loggers:
+                    logger.flush()
             stop.raise_if_set()
 
     def _save_and_explain(self, error: BaseException) -> None:

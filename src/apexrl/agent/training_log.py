@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.agent.loggers import ConsoleLogger, Logger
+from apexrl.agent.loggers import ConsoleLogger, JsonlLogger, Logger, TensorBoardLogger
 from apexrl.collectors.base import BaseCollector
 from apexrl.core.errors import ConfigError
 from apexrl.core.metrics import EVENT_FIELDS, to_host, training_log_names
@@ -41,15 +43,28 @@ class TrainingLog:
         collector: whose episodes are logged.
         interval: iterations between logged ones; the first and the last are always logged.
         components: log the metrics that the task declares besides success and failure.
+        progress: show it on the console; None: in a terminal or a notebook.
     """
 
-    def __init__(self, loggers: Sequence[Logger], collector: BaseCollector, interval: int, components: bool) -> None:
+    def __init__(
+        self,
+        loggers: Sequence[Logger],
+        collector: BaseCollector,
+        interval: int,
+        components: bool,
+        progress: bool | None = None,
+    ) -> None:
         if interval < 1:
             raise ConfigError(f"log_interval must be at least 1, got {interval}.")
         self.loggers = list(loggers) if distributed.is_main_process() else []
+        if not any(isinstance(logger, ConsoleLogger) for logger in loggers):
+            console = ConsoleLogger()
+            is_seen = sys.stdout.isatty() or console.console.is_jupyter
+            self.add(*([console] if progress or (progress is None and is_seen) else []))
         self.collector, self.interval, self.components = collector, interval, components
         self._unwritten: dict[str, float] | None = None
         """The numbers of the last iteration, where no logger has them."""
+        self._is_open = False
         self._told: set[str] = set()
         self._names: dict[str, list[str]] = {}
         """Log names of each episode field."""
@@ -57,6 +72,14 @@ class TrainingLog:
     def add(self, *loggers: Logger) -> None:
         """Add places for the numbers."""
         self.loggers += loggers if distributed.is_main_process() else ()
+
+    def open(self, run_dir: Path | None, tensorboard: bool) -> None:
+        """Write to ``metrics.jsonl`` and TensorBoard events in a run directory from now on."""
+        if run_dir is None or self._is_open or not distributed.is_main_process():
+            return
+        self._is_open = True
+        events = [TensorBoardLogger(run_dir)] if tensorboard else []
+        self.loggers = [JsonlLogger(run_dir / "metrics.jsonl"), *events, *self.loggers]
 
     def tell(self, text: str, once: bool = False) -> None:
         """Show a line to the user; with ``once`` only the first time."""

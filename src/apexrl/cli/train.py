@@ -61,10 +61,8 @@ def run_train(options: argparse.Namespace, overrides: Overrides) -> int:
         trainer.tell(NO_EVALUATION, once=True)
     try:
         trainer.learn()
-        console.close()
         _finish(trainer, run.resumed_config(run_dir), run_dir)
     except (KeyboardInterrupt, SystemExit) as stop:
-        console.close()
         where = f"iteration {trainer.iteration:,}, step {trainer.total_steps:,}"
         print(f"\nStopped at {where}. Resume with: apexrl train --resume {run_dir}{plugins.flag()}")
         return stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 130

@@ -16,6 +16,7 @@ import torch
 
 from apexrl.agent import Trainer, checkpoint
 from apexrl.agent.loggers import Logger
+from apexrl.agent.recipe import Recipe
 from apexrl.agent.schedule import TrainingConfig
 from apexrl.agent.training_log import tell
 from apexrl.algorithms import AlgorithmConfig, BaseAlgorithm, PPOConfig
@@ -40,11 +41,13 @@ def make_trainer(
     *,
     init_from: str = "",
     lock: DirectoryLock | None = None,
+    recipe: Recipe | None = None,
 ) -> Trainer:
     """Create environment, policy, algorithm and trainer for a configuration.
 
     ``init_from`` is a run directory or checkpoint with the first weights of the policy; when empty they are random.
-    The trainer gives the ``lock`` of the run directory back.
+    The trainer gives the ``lock`` of the run directory back. The ``recipe`` of a run that was started in Python says
+    how its policy is created, in the place of the section ``policy``.
     """
     device = prepare_device(config)
     whole = decided(config, device)
@@ -55,7 +58,7 @@ def make_trainer(
     np.random.seed(training.seed)
     # Ray's workers make their own; here one is enough, for the spaces and to make others for evaluation.
     env = task.make_env(device, 1 if training.collector == "ray" else None)
-    policy = make_policy(config.policy, env, device, config.algo)
+    policy = recipe.make_policy(env).to(device) if recipe else make_policy(config.policy, env, device, config.algo)
     if init_from:
         # Before the algorithm is created, which may copy weights from one network to another.
         _load_weights(policy, Path(init_from), env)
@@ -84,11 +87,12 @@ def make_trainer(
         collector=collector,
         loggers=loggers,
         run_dir=run_dir,
-        save_dir=run_dir / "checkpoints",
+        save_dir=checkpoint.directory_of(run_dir),
         log_interval=config.logging.log_interval,
         log_reward_components=config.logging.reward_components,
         save_step_csv=features.save_step_csv,
-        config=whole.to_dict(),
+        tensorboard=config.logging.tensorboard,
+        config=None if recipe else whole.to_dict(),
         lock=lock,
     )
     graphs = features.cuda_graphs and device.type == "cuda"

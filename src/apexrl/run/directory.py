@@ -10,23 +10,20 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from apexrl.agent import Trainer, checkpoint
-from apexrl.agent.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger
+from apexrl.agent.directories import write_config
+from apexrl.agent.loggers import Logger, WandbLogger
+from apexrl.agent.recipe import RECIPE, Recipe, read_recipe
 from apexrl.core import plugins
 from apexrl.core.errors import ConfigError, RunDirError
 from apexrl.core.system import distributed, files
-from apexrl.core.system.files import cut_json_lines
-from apexrl.core.system.provenance import add_start
 from apexrl.run.build import decided, make_trainer, prepare_device
 from apexrl.run.config import Config, make_config
 from apexrl.run.loading import with_overrides
-from apexrl.run.sources import read_config
+from apexrl.run.sources import is_recipe, read_config
 from apexrl.run.suite import FINAL_RESULTS, IMITATION, imitation_config
 
 # What may change when a run is resumed: how long, how often, and where to; not what is learned.
@@ -46,7 +43,7 @@ def start(config: Config, run_dir: Path | None, loggers: Sequence[Logger] = (), 
     lock = files.DirectoryLock(run_dir)
     distributed.on_main_process(lock.acquire)
     try:
-        distributed.on_main_process(lambda: _write_config(run_dir, config))
+        distributed.on_main_process(lambda: write_config(run_dir, config.to_dict()))
         trainer = _opened(config, run_dir, loggers, lock)
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit) and config.records_demos
@@ -71,14 +68,13 @@ def _opened(config: Config, run_dir: Path, loggers: Sequence[Logger], lock: file
     """Create the trainer of a run directory, at its newest checkpoint; when that fails, what was opened is closed."""
     opened: Sequence[Logger | Trainer] = []
     try:
-        has_any = bool(checkpoint.numbered(run_dir / "checkpoints"))
+        recipe, has_any = _stored_recipe(run_dir), bool(checkpoint.numbered(checkpoint.directory_of(run_dir)))
         init_from = "" if has_any else first_weights(config, run_dir, loggers)
-        written = opened = file_loggers(config, run_dir)
-        trainer = make_trainer(config, run_dir, [*written, *loggers], init_from=init_from, lock=lock)
+        online = opened = _wandb(config, run_dir)
+        trainer = make_trainer(config, run_dir, [*online, *loggers], init_from=init_from, lock=lock, recipe=recipe)
         opened = [trainer]
         if has_any:
             trainer.checkpointer.load_newest()
-        distributed.on_main_process(partial(_tidy, run_dir, config, trainer))
     except BaseException:
         for each in opened:
             each.close()
@@ -176,15 +172,14 @@ def _resume(config: Config, run_dir: Path, loggers: Sequence[Logger]) -> Trainer
         raise
 
 
-def _tidy(run_dir: Path, config: Config, trainer: Trainer) -> None:
-    """Take back what the run had written after its checkpoint."""
-    for directory in (run_dir, run_dir / "checkpoints"):
-        files.remove_parts(directory)
-    cut_json_lines(run_dir / "metrics.jsonl", trainer.iteration)
-    # The checkpoint knows how many evaluations came before it: the one at the end of training came after.
-    cut_json_lines(run_dir / "evaluations.jsonl", trainer.iteration, max_lines=trainer.num_evaluations)
-    _write_config(run_dir, config)
-    add_start(run_dir, trainer.iteration, trainer.policy.device)
+def _stored_recipe(run_dir: Path) -> Recipe | None:
+    """Return how the parts of a run that was started in Python are created; None for a run of the command line."""
+    raw, found = read_config(run_dir / "config.yaml"), checkpoint.numbered(checkpoint.directory_of(run_dir))
+    if not is_recipe(raw):
+        return None
+    if not found:
+        raise RunDirError(f"{run_dir} was started in Python and has no checkpoint yet; run its script again.")
+    return read_recipe({RECIPE: raw}, found[-1])
 
 
 def resumed_config(run_dir: Path, overrides: Iterable[tuple[str, str]] = ()) -> Config:
@@ -192,7 +187,8 @@ def resumed_config(run_dir: Path, overrides: Iterable[tuple[str, str]] = ()) -> 
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise RunDirError(f"{run_dir} is not a run directory: it has no config.yaml. Name one of 'apexrl train'.")
-    return changed_config(read_config(path), list(overrides))
+    recipe = _stored_recipe(run_dir)
+    return changed_config(read_config(path) if recipe is None else recipe.config, list(overrides))
 
 
 def changed_config(stored: Mapping[str, Any], overrides: Sequence[tuple[str, str]]) -> Config:
@@ -216,21 +212,16 @@ def changed_config(stored: Mapping[str, Any], overrides: Sequence[tuple[str, str
     return after
 
 
-def file_loggers(config: Config, run_dir: Path) -> list[Logger]:
-    """Make the loggers that write into the run directory."""
-    if not distributed.is_main_process():
+def _wandb(config: Config, run_dir: Path) -> list[Logger]:
+    """Make the logger that sends numbers to Weights & Biases, if it is wanted."""
+    mode = config.logging.wandb
+    if mode == "disabled" or not distributed.is_main_process():
         return []
-    loggers: list[Logger] = [JsonlLogger(run_dir / "metrics.jsonl")]
-    if (mode := config.logging.wandb) != "disabled":
-        path = run_dir / "wandb_id.txt"
-        if not path.exists():  # the id stays with the run directory, and no other run has it
-            path.write_text(uuid.uuid4().hex[:12])
-        project, name, run_id = config.logging.wandb_project, run_dir.resolve().name, path.read_text().strip()
-        options = config.to_dict()
-        loggers.append(WandbLogger(run_dir, project=project, mode=mode, run_id=run_id, name=name, config=options))
-    if config.logging.tensorboard:
-        loggers.append(TensorBoardLogger(run_dir))
-    return loggers
+    path = run_dir / "wandb_id.txt"
+    if not path.exists():  # the id stays with the run directory, and no other run has it
+        path.write_text(uuid.uuid4().hex[:12])
+    project, name, run_id = config.logging.wandb_project, run_dir.resolve().name, path.read_text().strip()
+    return [WandbLogger(run_dir, project=project, mode=mode, run_id=run_id, name=name, config=config.to_dict())]
 
 
 def claim(run_dir: Path) -> Path:
@@ -249,7 +240,3 @@ def claim(run_dir: Path) -> Path:
     if not os.access(run_dir, os.W_OK):
         raise RunDirError(f"--run-dir {run_dir} cannot be written; name another directory.")
     return run_dir
-
-
-def _write_config(run_dir: Path, config: Config) -> None:
-    files.replace_text(run_dir / "config.yaml", yaml.safe_dump(config.to_dict(), sort_keys=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,19 @@ def require_source(source: str) -> None:
 def read_source(source: str) -> dict[str, Any]:
     """Read a preset by name, or a YAML file by path."""
     require_source(source)
-    return read_config(preset_dir() / f"{source}.yaml" if source in preset_names() else Path(source), source)
+    path = preset_dir() / f"{source}.yaml" if source in preset_names() else Path(source)
+    raw = read_config(path, source)
+    if is_recipe(raw):
+        raise ConfigError(
+            f"{path} describes a run that was started in Python; run its script again, or resume it with: "
+            f"apexrl train --resume {path.parent}"
+        )
+    return raw
+
+
+def is_recipe(raw: Mapping[str, Any]) -> bool:
+    """Whether sections are of the ``config.yaml`` of a run that was started in Python (``agent.recipe``)."""
+    return "algorithm" in raw
 
 
 def read_config(path: Path, where: str = "") -> dict[str, Any]:

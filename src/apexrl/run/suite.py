@@ -294,7 +294,7 @@ def imitation_config(config: Config, imitation: AlgorithmConfig, run_dir: Path) 
             eval_interval=0,
             save_interval=math.ceil(num_updates / 10),
             collector="sync",
-            stop_when="",
+            stop_when=None,
         ),
         logging=replace(config.logging, log_interval=math.ceil(num_updates / 100), log_freq=0, wandb="disabled"),
     )

@@ -59,11 +59,13 @@ def test_a_directory_whose_lock_is_held_is_the_runs_own(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     lock = DirectoryLock(tmp_path)
     lock.acquire()
-    directories = RunDirectories(tmp_path, tmp_path / "checkpoints", print, lock)
+    device = torch.device("cpu")
+    directories = RunDirectories(tmp_path, tmp_path / "checkpoints", print, lock, config={}, device=device)
     directories.prepare(0)
     assert directories.run_dir == tmp_path
     trainer, _ = make_trainer(scripted(), run_dir=tmp_path, lock=lock)
     trainer.learn(8)
     trainer.close()
-    assert names(tmp_path) == ["metrics.jsonl"]
+    assert trainer.run_dir == tmp_path
+    assert "run_2" not in names(tmp_path)
     assert not lock.path.exists()

@@ -63,10 +63,10 @@ def test_a_condition_counts_when_the_number_is_logged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "iterations"), [("iteration>=2", 2), ("iteration >= 4", 4), ("iteration > 2", 3), ("", 6)]
+    ("changed", "iterations"), [("iteration>=2", 2), ("iteration >= 4", 4), ("iteration > 2", 3), (None, 6)]
 )
 def test_a_run_that_ended_so_continues_only_under_another_condition(
-    changed: str, iterations: int, tmp_path: Path
+    changed: str | None, iterations: int, tmp_path: Path
 ) -> None:
     first, _ = make_trainer(scripted(), replace(EVERY, stop_when="iteration >= 2"), save_dir=tmp_path)
     first.learn(48)

@@ -207,7 +207,9 @@ def _commands(group: Group) -> list[str]:
     """Return the lines that train, evaluate and show its runs again."""
     if not group.config:
         return ["# It has no readable config.yaml."]
+    in_python = "algorithm.class" in group.config
     train = [["apexrl", "train", f"{run.path}/config.yaml", "--run-dir", f"{run.path}-again"] for run in group.runs]
+    train = [] if in_python else train
     episodes = [run.evaluations[-1].episodes if run.evaluations else 100 for run in group.runs]
     test = [
         ["apexrl", "eval", f"{run.path}", "--episodes", str(n)] for run, n in zip(group.runs, episodes, strict=True)
