@@ -124,7 +124,8 @@ class _UnderstoodError(ApexRLError):
 def test_an_apexrl_command_is_understood(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("my_run.yaml", "runs/mine/config.yaml", "runs/first/config.yaml", "runs/second/config.yaml"):
+    runs = [f"runs/{name}/config.yaml" for name in ("mine", "first", "second", "python")]
+    for name in ("my_run.yaml", *runs):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
     monkeypatch.chdir(tmp_path)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.refusals import refused
 
+from apexrl import OnPolicyRunner, make_env
 from apexrl.agent.loggers import ConsoleLogger, JsonlLogger, TensorBoardLogger, WandbLogger
 from apexrl.core.errors import ConfigError
 from apexrl.core.system.files import append_json_line, cut_json_lines, read_json_lines
@@ -228,3 +230,49 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "steps 1,500" not in shown
     assert shown.rstrip("\n").endswith("\x1b[?25h")  # the cursor is shown again
     logger.close()  # twice does no harm
+
+
+class Cell:
+    """Stands for a notebook: what its cell shows, one text for each display."""
+
+    def __init__(self) -> None:
+        self.shown: list[list[str]] = []
+
+    def display(self, content: dict[str, str], *, raw: bool, display_id: bool) -> Cell:
+        assert raw
+        assert display_id
+        self.shown.append([content["text/plain"]])
+        return self
+
+    def update(self, content: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self.shown[-1].append(content["text/plain"])
+
+
+def test_a_notebook_gets_one_line_that_updates_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Cell()
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=cell.display))
+    logger = ConsoleLogger(Console(force_jupyter=True), seconds_between_lines=0)
+    logger.progress(NUMBERS, 0.5)
+    logger.progress({**NUMBERS, "iteration": 6, "total_steps": 3000}, 1.0)
+    logger.flush()  # what follows has a line of its own
+    logger.progress(NUMBERS, 0.5)
+    assert [[line.split()[0] for line in lines] for lines in cell.shown] == [["50%", "100%"], ["50%"]]
+
+
+@pytest.mark.parametrize(
+    ("progress", "is_terminal", "shows"),
+    [(None, False, False), (None, True, True), (True, False, True), (False, True, False)],
+)
+def test_a_trainer_shows_progress_where_somebody_sees_it(
+    progress: bool | None, is_terminal: bool, shows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    runner = OnPolicyRunner(make_env("pendulum", 2), device="cpu", progress=progress)
+    assert any(isinstance(logger, ConsoleLogger) for logger in runner.log.loggers) == shows
+
+
+def test_a_console_that_is_given_stays_the_only_one() -> None:
+    console = ConsoleLogger(_console(False)[0])
+    runner = OnPolicyRunner(make_env("pendulum", 2), device="cpu", progress=True, loggers=[console])
+    assert [logger for logger in runner.log.loggers if isinstance(logger, ConsoleLogger)] == [console]
