@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tests.doc_files import write_files
 from tests.refusals import refused
 
 from apexrl.algorithms import ALGORITHMS
@@ -21,6 +26,7 @@ from apexrl.policies.config import POLICIES
 
 SMALL = ["--task.num_envs", "2", "--training.total_timesteps", "64", "--training.final_eval_episodes", "2"]
 SMALL += ["--features.save_video", "false", "--features.save_plot", "false", "--logging.tensorboard", "false"]
+SOURCES = Path(__file__).parents[2] / "src"
 EVIL = "from pathlib import Path\nPath('was_imported').touch()\n"
 
 
@@ -29,15 +35,21 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty directory, and a process in which nothing was imported or registered yet."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plugins, "_trust", plugins.Trust())
-    registries: list[Any] = [TASKS, ALGORITHMS, POLICIES]
-    before, modules = [dict(registry) for registry in registries], set(sys.modules)
     yield
-    for registry, entries in zip(registries, before, strict=True):
-        registry.clear()
-        registry.update(entries)
-    for name in set(sys.modules) - modules:
-        if name.startswith("my_"):
-            del sys.modules[name]
+    forget()
+
+
+def forget() -> None:
+    """Make this process one in which nothing was imported or registered yet."""
+    plugins._trust = plugins.Trust()
+    registries: list[Any] = [TASKS, ALGORITHMS, POLICIES]
+    for registry in registries:
+        for name in [name for name, value in registry.items() if not value.__module__.startswith("apexrl.")]:
+            del registry[name]
+        for name in [name for name in registry if ":" in name]:
+            del registry[name]
+    for name in [name for name in sys.modules if name.startswith("my_")]:
+        del sys.modules[name]
 
 
 def write(name: str, text: str) -> None:
@@ -80,7 +92,7 @@ def test_what_is_typed_is_imported_and_what_is_imported_can_be_allowed(capsys: p
     assert Path("was_imported").exists()
     said = capsys.readouterr().out
     assert "apexrl eval run --allow-imports" in said
-    plugins._trust = plugins.Trust()
+    forget()
     assert "--allow-imports" in message(capsys, "eval", "run", "--episodes", "2")
     assert main(["eval", "run", "--episodes", "2", "--allow-imports"]) == 0
 
@@ -132,4 +144,86 @@ def test_the_current_directory_comes_last_and_leaves() -> None:
     module = plugins.import_module("my_module")
     assert module.path == [*before, str(Path.cwd())]
     assert sys.path == before
+    assert not Path("was_imported").exists()
+
+
+def command(*words: str, code: int = 0, path: str = "") -> str:
+    """Run a command in a process of its own, as a user does; returns what it prints."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(SOURCES)])), "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        [sys.executable, "-m", "apexrl.cli", *words], capture_output=True, text=True, env=env, timeout=300
+    )
+    assert found.returncode == code, found.stdout + found.stderr
+    return found.stdout + found.stderr
+
+
+OWN = ["--task.id", "my_envs:Reach", "--algo", "my_algos:A2C", "--policy", "my_nets:MyActor"]
+
+
+def test_the_algorithm_of_the_docs_is_short_and_uses_no_private_name(tmp_path: Path) -> None:
+    code = write_files(tmp_path)["my_algos.py"]
+    assert len(code.splitlines()) < 60
+    assert not re.search(r"[\s.]_[a-z]", code)
+
+
+@pytest.mark.slow
+def test_what_the_docs_write_is_trained_resumed_evaluated_played_and_exported(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    options = ["--policy.kwargs.width", "16", "--task.metrics.distance", "last", "--algo.learning_rate", "0.003"]
+    trained = command("train", *OWN, *options, "--run-dir", "run", "--task.num_envs", "8", *SMALL[2:])
+    assert "apexrl eval run --allow-imports" in trained
+    line = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
+    assert {"train/policy_loss", "train/value_loss", "reward/distance"} <= line.keys() | {"reward/distance"}
+    for refused_words in (["eval", "run"], ["play", "run"], ["export", "run"], ["train", "--resume", "run"]):
+        assert "--allow-imports" in command(*refused_words, code=2)
+    resumed = command("train", "--resume", "run", "--training.total_timesteps", "1000", "--allow-imports")
+    assert "Resumed run at iteration 1" in resumed
+    assert "eval_reward/distance" in command("eval", "run", "--episodes", "4", "--allow-imports")
+    assert "run/video.mp4" in command("play", "run", "--episodes", "1", "--allow-imports")
+    assert "policy.onnx" in command("export", "run", "--allow-imports")
+    said = command("train", *OWN, "--algo.learning_rat", "1", *SMALL, code=2)
+    assert "algo.learning_rat" in said
+    assert "algo.learning_rate" in command("train", *OWN, "--help")
+
+
+@pytest.mark.slow
+def test_modules_reach_workers_seeds_and_a_registered_task(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    metric = ["--import", "my_metrics", "--task.id", "upright_cartpole", "--task.metrics.upright", "mean"]
+    command("train", *metric, *SMALL, "--task.num_workers", "2", "--algo", "my_algos:A2C", "--run-dir", "one")
+    assert yaml.safe_load(Path("one/config.yaml").read_text())["import"] == ["my_metrics"]
+    assert "eval_reward/upright" in command("eval", "one", "--episodes", "2", "--allow-imports")
+    said = command("train", *metric, *OWN[2:4], *SMALL, "--seeds", "2", "--run-dir", "many")
+    assert "over 2 seeds" in said
+
+
+@pytest.mark.slow
+def test_a_run_from_elsewhere_runs_none_of_its_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_files(tmp_path)
+    assert main(["train", *OWN, *SMALL, "--run-dir", "run"]) == 0
+    forget()
+    (checkpoint,) = Path("run/checkpoints").glob("*.pt")
+    for name in ("my_envs", "my_algos", "my_nets", "yaml", "torch", "pydantic", "rich", "numpy"):
+        write(f"{name}.py", EVIL)
+    write("sweep.yaml", "config: run/config.yaml\nspace: {algo.learning_rate: {low: 1.0e-4, high: 1.0e-3}}\n")
+    for words in (
+        ["train", "run/config.yaml", "--run-dir", "new"],
+        ["train", "run/config.yaml", "--seeds", "2", "--run-dir", "new"],
+        ["train", "--resume", "run"],
+        ["eval", "run"],
+        ["eval", str(checkpoint)],
+        ["play", "run"],
+        ["export", "run"],
+        ["compare", "run", "run"],
+        ["manifest", "run", "--output", "m.json"],
+        ["sweep", "sweep.yaml"],
+        ["demos", "mt10", "--policy", "run"],
+    ):
+        assert "--allow-imports" in message(capsys, *words)
+    # With weights of another shape; nothing is imported to find that out.
+    assert "training.init_from" in message(capsys, "train", *SMALL, "--training.init_from", "run", "--run-dir", "new")
+    # Where Python itself would look into the current directory first.
+    assert "--allow-imports" in command("eval", "run", code=2)
+    command("report", "run")
+    command("plot", "run")
     assert not Path("was_imported").exists()

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.doc_files import write_files
 
 from apexrl import cli, envs
 from apexrl.algorithms import ALGORITHMS
 from apexrl.collectors.demonstrations import record as demos
+from apexrl.core import plugins
 from apexrl.core.errors import ApexRLError
 from apexrl.experiments import jobs, plots, report
 from apexrl.run import directory as run
@@ -129,6 +131,8 @@ def test_an_apexrl_command_is_understood(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
     monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
+    monkeypatch.setattr(plugins, "_trust", plugins.Trust())
 
     def understood(*arguments: Any, **options: Any) -> None:
         raise _UnderstoodError("understood")

@@ -342,7 +342,8 @@ class Trainer:
 
     def _count(self, batch: TensorDict, numbers: dict[str, float]) -> dict[str, float]:
         """Count an iteration whose update was finite; returns its numbers with where the run is, and its speed."""
-        if numbers.pop("train/nonfinite", 0.0) > 0:
+        losses = [value for name, value in numbers.items() if name.startswith("train/")]
+        if numbers.pop("train/nonfinite", not all(map(math.isfinite, losses))) > 0:
             self.algorithm.raise_diverged(batch)
         counters, updates = self.counters, numbers.get("train/updates")
         num_steps = sum(distributed.all_gather_object(self.collector.steps_in(batch)))

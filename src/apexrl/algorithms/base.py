@@ -150,7 +150,8 @@ class BaseAlgorithm(ABC):
         """Improve the policy with one batch ``[T, N]``; returns 0-d tensors, still on the device.
 
         A metric called ``nonfinite`` above 0 says that a loss or gradient was not finite and that no step was taken
-        from there on; ``raise_diverged`` turns it into a report. One called ``updates`` counts the optimizer steps
+        from there on; ``raise_diverged`` turns it into a report, as it does any number that is not finite where that
+        metric is missing. One called ``updates`` counts the optimizer steps
         that were taken; a run that took none says so at its end.
         """
 

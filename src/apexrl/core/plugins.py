@@ -165,15 +165,15 @@ class Registry(dict[str, T], Generic[T]):
         self, field: str, group: str, check: Callable[[Any], str], entries: Mapping[str, T] | None = None
     ) -> None:
         super().__init__(entries or {})
-        self.field, self.group, self.check = field, group, check
+        self.field, self.group, self.check, self.built_in = field, group, check, frozenset(self)
 
     def register(self, name: str, value: T) -> None:
-        """Give something a name that configurations may use."""
+        """Give something a name that configurations may use; what a user had given it before is replaced."""
         if not name or ":" in name:
             raise ConfigError(f"A name for {self.field} must not be empty or hold a colon, got {name!r}.")
-        if self.setdefault(name, value) is not value:
-            raise ConfigError(f"{self.field} '{name}' is taken by {self[name]!r}; choose another name.")
-        self._checked(name, value)
+        if name in self.built_in:
+            raise ConfigError(f"{self.field} '{name}' is built in; choose another name.")
+        self[name] = self._checked(name, value)
 
     def names(self) -> list[str]:
         """Return every name, also of what is installed and was not loaded yet."""
@@ -201,7 +201,6 @@ class Registry(dict[str, T], Generic[T]):
 
     def _checked(self, name: str, value: Any) -> T:
         if problem := self.check(value):
-            self.pop(name, None)
             raise ConfigError(f"{self.field} {name} {problem}, got {value!r}.")
         return value  # type: ignore[no-any-return]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import io
 import sys
 import warnings
@@ -245,7 +246,8 @@ def _make_fns(
         hint = f" Install it with: pip install 'apexrl[{extra}]'" if extra else ""
         raise EnvError(f"{env_id} needs a package that is not installed: {error}{hint}") from error
     # Nothing is drawn until render is called.
-    if "rgb_array" in getattr(creator, "metadata", {}).get("render_modes", ()):
+    takes_mode = inspect.isfunction(creator) and "render_mode" in inspect.signature(creator).parameters
+    if takes_mode or "rgb_array" in getattr(creator, "metadata", {}).get("render_modes", ()):
         kwargs = {"render_mode": "rgb_array", **kwargs}
     # Of gymnasium itself, so that a worker needs no import of this package to call it.
     return [functools.partial(gym.make, found, **{"disable_env_checker": True, **kwargs})] * num_envs
