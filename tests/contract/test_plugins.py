@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +147,25 @@ def test_the_current_directory_comes_last_and_leaves() -> None:
     assert not Path("was_imported").exists()
 
 
-def command(*words: str, code: int = 0, path: str = "") -> str:
-    """Run a command in a process of its own, as a user does; returns what it prints."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(SOURCES)])), "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(
-        [sys.executable, "-m", "apexrl.cli", *words], capture_output=True, text=True, env=env, timeout=300
-    )
-    assert found.returncode == code, found.stdout + found.stderr
-    return found.stdout + found.stderr
+def in_own_process(*words: str) -> str:
+    """Run a command as a user does; returns its exit code and what it prints."""
+    env = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+    call = [sys.executable, "-m", "apexrl.cli", *words]
+    found = subprocess.run(call, capture_output=True, text=True, env=env, timeout=300)
+    return f"{found.returncode}: {found.stdout}{found.stderr}"
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that succeeds in a process that has imported nothing for anybody; returns what it prints."""
+
+    def run(*words: str) -> str:
+        forget()
+        capsys.readouterr()
+        assert main(words) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
 OWN = ["--task.id", "my_envs:Reach", "--algo", "my_algos:A2C", "--policy", "my_nets:MyActor"]
@@ -167,7 +178,9 @@ def test_the_algorithm_of_the_docs_is_short_and_uses_no_private_name(tmp_path: P
 
 
 @pytest.mark.slow
-def test_what_the_docs_write_is_trained_resumed_evaluated_played_and_exported(tmp_path: Path) -> None:
+def test_what_the_docs_write_is_trained_resumed_evaluated_played_and_exported(
+    command: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_files(tmp_path)
     options = ["--policy.kwargs.width", "16", "--task.metrics.distance", "last", "--algo.learning_rate", "0.003"]
     trained = command("train", *OWN, *options, "--run-dir", "run", "--task.num_envs", "8", *SMALL[2:])
@@ -175,19 +188,21 @@ def test_what_the_docs_write_is_trained_resumed_evaluated_played_and_exported(tm
     line = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
     assert {"train/policy_loss", "train/value_loss", "reward/distance"} <= line.keys() | {"reward/distance"}
     for refused_words in (["eval", "run"], ["play", "run"], ["export", "run"], ["train", "--resume", "run"]):
-        assert "--allow-imports" in command(*refused_words, code=2)
+        forget()
+        assert "--allow-imports" in message(capsys, *refused_words)
     resumed = command("train", "--resume", "run", "--training.total_timesteps", "1000", "--allow-imports")
     assert "Resumed run at iteration 1" in resumed
     assert "eval_reward/distance" in command("eval", "run", "--episodes", "4", "--allow-imports")
     assert "run/video.mp4" in command("play", "run", "--episodes", "1", "--allow-imports")
     assert "policy.onnx" in command("export", "run", "--allow-imports")
-    said = command("train", *OWN, "--algo.learning_rat", "1", *SMALL, code=2)
-    assert "algo.learning_rat" in said
+    forget()
+    assert "Did you mean '--algo.learning_rate'?" in message(capsys, "train", *OWN, "--algo.learning_rat", "1")
+    assert "algo.learning_rate" in message(capsys, "train", *OWN, "--algo.learning_rate", "fast")
     assert "algo.learning_rate" in command("train", *OWN, "--help")
 
 
 @pytest.mark.slow
-def test_modules_reach_workers_seeds_and_a_registered_task(tmp_path: Path) -> None:
+def test_modules_reach_workers_seeds_and_a_registered_task(command: Callable[..., str], tmp_path: Path) -> None:
     write_files(tmp_path)
     metric = ["--import", "my_metrics", "--task.id", "upright_cartpole", "--task.metrics.upright", "mean"]
     command("train", *metric, *SMALL, "--task.num_workers", "2", "--algo", "my_algos:A2C", "--run-dir", "one")
@@ -223,7 +238,7 @@ def test_a_run_from_elsewhere_runs_none_of_its_code(tmp_path: Path, capsys: pyte
     # With weights of another shape; nothing is imported to find that out.
     assert "training.init_from" in message(capsys, "train", *SMALL, "--training.init_from", "run", "--run-dir", "new")
     # Where Python itself would look into the current directory first.
-    assert "--allow-imports" in command("eval", "run", code=2)
-    command("report", "run")
-    command("plot", "run")
+    assert "--allow-imports" in in_own_process("eval", "run")
+    assert in_own_process("report", "run").startswith("0: ")
+    assert main(["plot", "run"]) == 0
     assert not Path("was_imported").exists()

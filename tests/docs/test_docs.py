@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.doc_files import write_files
 
 from apexrl import cli, envs
 from apexrl.algorithms import ALGORITHMS
@@ -130,6 +129,8 @@ def test_an_apexrl_command_is_understood(
     for name in ("my_run.yaml", *runs):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
+    from tests.doc_files import write_files  # not where this file is run as a script
+
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path)
     monkeypatch.setattr(plugins, "_trust", plugins.Trust())
