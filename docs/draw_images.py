@@ -1,35 +1,40 @@
-"""Draw the images of the README from a finished run of ``lift_ppo``: ``python docs/draw_images.py RUN_DIR``."""
+"""Join videos side by side into the animation of the README: ``python docs/draw_images.py VIDEO.mp4 VIDEO.mp4 …``.
+
+The videos are those of ``apexrl play RUN_DIR`` for runs of ``walker_ppo`` and ``stage11_ript_vla``.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
-import imageio.v2 as imageio
+import imageio.v3 as imageio
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
-from apexrl.experiments.plots import plot_runs
-
-IMAGES = Path(__file__).parent / "images"
-FRAMES = (0, 8, 14, 20, 28, 60)
-"""Steps of the first episode that are shown."""
-WIDTH, HEIGHT, GAP = 240, 180, 6
+ANIMATION = Path(__file__).parent / "images" / "robots.gif"
+HEIGHT, SECONDS, FPS, COLOURS = 220, 6, 15, 200
 
 
-def draw_frames(video: Path, path: Path) -> None:
-    """Lay frames of a video out in two rows of three."""
-    reader: Any
-    with imageio.get_reader(video) as reader:
-        frames = [Image.fromarray(reader.get_data(step)).resize((WIDTH, HEIGHT)) for step in FRAMES]
-    sheet = Image.new("RGB", (3 * WIDTH + 2 * GAP, 2 * HEIGHT + GAP), "white")
-    for position, frame in enumerate(frames):
-        row, column = divmod(position, 3)
-        sheet.paste(frame, (column * (WIDTH + GAP), row * (HEIGHT + GAP)))
-    sheet.save(path, optimize=True)
+def clip(video: Path) -> list[NDArray[np.uint8]]:
+    """The first seconds of a video, repeated where it is shorter, at the size and speed of the animation."""
+    frames = imageio.imread(video)
+    step = imageio.immeta(video)["fps"] / FPS
+    chosen = [frames[int(index * step) % len(frames)] for index in range(SECONDS * FPS)]
+    width = round(HEIGHT * frames.shape[2] / frames.shape[1])
+    return [np.asarray(Image.fromarray(frame).resize((width, HEIGHT))) for frame in chosen]
+
+
+def main() -> None:
+    """Write the animation."""
+    clips = [clip(Path(name)) for name in sys.argv[1:]]
+    joined = [Image.fromarray(np.concatenate(frames, axis=1)) for frames in zip(*clips, strict=True)]
+    palette = joined[0].quantize(COLOURS, method=Image.Quantize.FASTOCTREE)  # keeps the colours of thin limbs
+    images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in joined]
+    images[0].save(ANIMATION, save_all=True, append_images=images[1:], duration=1000 // FPS, loop=0, optimize=True)
+    print(f"{ANIMATION}: {ANIMATION.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":
-    run_dir = Path(sys.argv[1])
-    plot_runs([run_dir], IMAGES / "lift_curve.png", print)
-    draw_frames(run_dir / "video.mp4", IMAGES / "lift_frames.png")
+    main()

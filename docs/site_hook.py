@@ -30,7 +30,7 @@ PAGES = {
 """Files of the root that are pages of the site."""
 UNSEARCHED = ("adr/", "benchmarks.md", "changelog.md")
 """Decisions and records: they mention everything and explain how to do nothing."""
-DATA = {".json", ".png"}
+DATA = {".gif", ".json", ".png"}
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 EQUATION = re.compile(r"\S+(?: \S+)? [=←] ")
 """How a paragraph with an equation begins."""

@@ -61,7 +61,6 @@ def test_a_record_of_any_shape_gets_a_section(tmp_path: Path) -> None:
     assert re.findall(r"^## (\w+)$", text, re.MULTILINE) == sorted(records)
     assert "| ours | 2 | 2.5 (1 to 4) |" in text
     assert "Measured on a chip; 2 cores; 1 thread; no GPU; commit abc." in text
-    assert "By hand." in text
     assert "```bash\nmake it\n```" in text
     assert "| fast | 1,234 |" in text
     assert "| slow | – |" in text
@@ -93,9 +92,9 @@ def test_the_site_needs_no_network(site: Path) -> None:
 
 def test_the_readme_is_the_home_page(site: Path) -> None:
     text = (site / "index.html").read_text(encoding="utf-8")
-    assert "Two commands" in text
+    assert "Three results" in text
     assert 'href="quickstart.html"' in text
-    assert 'src="images/lift_curve.png"' in text
+    assert 'src="images/robots.gif"' in text
 
 
 def test_an_equation_leads_to_its_line(site: Path) -> None:
