@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from apexrl.core.metrics import aggregate_metrics as aggregate_metrics
     from apexrl.core.types import EnvStep as EnvStep
     from apexrl.core.types import PolicyOutput as PolicyOutput
+    from apexrl.deploy.load import load_policy as load_policy
     from apexrl.envs import GymVecEnv as GymVecEnv
     from apexrl.envs import MujocoVecEnv as MujocoVecEnv
     from apexrl.envs import RslVecEnv as RslVecEnv
@@ -81,6 +82,7 @@ _HOME = {
     "run.loading": "load_config",
     "collectors.demonstrations.samples": "load_demos",
     "collectors.demonstrations.record": "record_demos",
+    "deploy.load": "load_policy",
     "envs": "GymVecEnv MujocoVecEnv RslVecEnv VecEnv check_env get_metric_specs_from_env make_env",
     "envs.suites.env": "SuiteVecEnv",
     "envs.tasks": "register_task",

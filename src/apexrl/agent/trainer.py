@@ -17,7 +17,7 @@ from apexrl.agent import checkpoint
 from apexrl.agent.checkpointer import Checkpointer
 from apexrl.agent.directories import RunDirectories
 from apexrl.agent.loggers import Logger
-from apexrl.agent.recipe import RECIPE, write_recipe
+from apexrl.agent.recipe import RECIPE, SPACES, write_recipe, write_spaces
 from apexrl.agent.schedule import EVAL_SEED_OFFSET as EVAL_SEED_OFFSET
 from apexrl.agent.schedule import Counters
 from apexrl.agent.schedule import TrainingConfig as TrainingConfig
@@ -134,9 +134,9 @@ class Trainer:
         self.callbacks: dict[str, list[Callable[..., Any]]] = {event: [] for event in EVENTS}
         self.log = TrainingLog(loggers, self.collector, log_interval, log_reward_components, progress)
         logging = {"log_interval": log_interval, "reward_components": log_reward_components, "tensorboard": tensorboard}
-        recipe = {} if config else {RECIPE: write_recipe(env, algorithm, cfg, logging, save_step_csv)}
+        recipe = write_recipe(env, algorithm, cfg, logging, save_step_csv)
         self.directories = RunDirectories(
-            run_dir, save_dir, self.tell, lock, config=config or recipe[RECIPE], device=policy.device
+            run_dir, save_dir, self.tell, lock, config=config or recipe, device=policy.device
         )
         self.checkpointer = Checkpointer(
             env,
@@ -146,7 +146,7 @@ class Trainer:
             self.counters,
             cfg,
             self.directories,
-            about={"config": self.config, **recipe},
+            about={"config": self.config, RECIPE: recipe, SPACES: write_spaces(env)},
             tell=self.tell,
         )
         self.save_step_csv, self._tensorboard = save_step_csv, tensorboard

@@ -11,7 +11,8 @@ from apexrl.cli.common import Overrides, progress, warn
 from apexrl.cli.evaluate import check_output
 from apexrl.collectors.demonstrations import record
 from apexrl.core.errors import ConfigError
-from apexrl.deploy.export import CARD, FILES, export_policy
+from apexrl.deploy.export import export_policy
+from apexrl.deploy.model import CARD, FILES
 from apexrl.envs.mujoco.simulation import num_cores
 from apexrl.envs.suites import make_suite
 from apexrl.experiments import plots, report

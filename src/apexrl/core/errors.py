@@ -27,6 +27,10 @@ class CheckpointError(ApexRLError, RuntimeError):
     """A checkpoint is missing, damaged, of another version, or of another shape."""
 
 
+class ObservationError(ApexRLError, ValueError):
+    """An observation is not what a policy was trained on."""
+
+
 class RunDirError(ApexRLError, RuntimeError):
     """A run directory is missing, not empty, or not writable."""
 

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.core.observations import is_picture, leaf_spaces, leaves
+from apexrl.core.spaces import space_to_plain
 from apexrl.core.types import ACTION, CMD_KEY, OBJECT_KEY, OBS_KEY, OBSERVATION
 from apexrl.envs import VecEnv
 from apexrl.policies import Policy
@@ -46,6 +47,7 @@ def inputs_and_outputs(policy: Policy, paths: Sequence[str], env: VecEnv, step: 
             "group": path.split(".")[0],
             "meaning": _meaning(path, spaces[path], policy, env),
             "normalizer": _normalizer(path, policy),
+            "frames": num_frames(path, policy),
         }
         for path in paths
     ]
@@ -67,13 +69,18 @@ def _meaning(path: str, space: gym.spaces.Box, policy: Policy, env: VecEnv) -> s
     if is_picture(space):
         return "image, 0 to 255, as the task gives it"
     text = MEANINGS.get(path, f"observation '{path}' of the task")
-    history = getattr(policy, "history", 1)
-    if path != OBS_KEY or history == 1:
+    history = num_frames(path, policy)
+    if history == 1:
         return text
     parts: Mapping[str, int] = getattr(getattr(env, "task", env), "frame_parts", {})
     held = "; ".join(f"{name} ({number})" for name, number in parts.items()) or "as the task stacks them"
     frames = f"{history} frames of {math.prod(space.shape) // history} numbers, the oldest first"
     return f"{text}: {frames}; frames from before the episode are zeros. In each frame, in order: {held}"
+
+
+def num_frames(path: str, policy: Policy) -> int:
+    """Return how many frames a tensor of the observation holds, one after another."""
+    return getattr(policy, "history", 1) if path == OBS_KEY else 1
 
 
 def _normalizer(path: str, policy: Policy) -> dict[str, Any] | None:
@@ -94,7 +101,13 @@ def action_entry(space: gym.Space[Any]) -> dict[str, Any]:
     if sizes is not None:
         start = np.broadcast_to(np.ravel(getattr(space, "start", 0)), len(sizes)).tolist()
         caller = f"add {start}: the task counts from there" if any(start) else "nothing"
-        return {"meaning": "index of each choice, from 0", "choices": sizes, "space_shape": shape, "caller": caller}
+        return {
+            "meaning": "index of each choice, from 0",
+            "choices": sizes,
+            "space_shape": shape,
+            "caller": caller,
+            "space": space_to_plain(space),
+        }
     assert isinstance(space, gym.spaces.Box)
     integer = np.issubdtype(space.low.dtype, np.integer)
     return {
@@ -103,6 +116,7 @@ def action_entry(space: gym.Space[Any]) -> dict[str, Any]:
         "high": [float(x) if np.isfinite(x) else None for x in space.high.ravel()],
         "space_shape": shape,
         "caller": "round to integers" if integer else "nothing",
+        "space": space_to_plain(space),
     }
 
 

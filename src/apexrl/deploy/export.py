@@ -11,39 +11,31 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import Tensor
 
 import apexrl
 from apexrl.agent import checkpoint
 from apexrl.core.errors import ConfigError, ExportError, RunDirError, did_you_mean
 from apexrl.core.observations import PRIVILEGED_GROUPS, leaves
-from apexrl.core.types import ACTION, DONE, OBSERVATION, Observation
+from apexrl.core.types import ACTION, DONE, OBSERVATION
 from apexrl.deploy.card import as_json, control, inputs_and_outputs
+from apexrl.deploy.model import CARD, CARD_FORMAT, FILES, READERS, DeployedPolicy, Model, traced
 from apexrl.envs import VecEnv
 from apexrl.policies import Policy
 from apexrl.rollout import initial_state, make_actor, rollout
 from apexrl.run import trained_policy
 
-FORMAT = 1
-"""Version of the card's layout."""
-CARD = "policy.json"
-FILES = {"onnx": "policy.onnx", "torchscript": "policy.pt"}
-"""Format -> the file it is written to."""
 TOLERANCE = 1e-5
 """A file whose actions differ from the policy's by this much, relative to actions above 1, is not kept."""
 NUM_ENVS, NUM_STEPS, MAX_EPISODE = 4, 100, 1000
 """Of the rollout that tests the files: ``NUM_STEPS`` more than an episode (at most ``MAX_EPISODE``), for a reset."""
 OPSET = 17
 """Of ONNX: everything that policies use exists in it, and runtimes from 2022 on read it."""
-
-Model: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""An exported file that was read again: inputs in the card's order to outputs in the card's order."""
 
 
 @dataclass(frozen=True)
@@ -52,57 +44,6 @@ class Exported:
 
     directory: Path
     card: Mapping[str, Any]
-
-
-class DeployedPolicy(nn.Module):
-    """The deterministic policy as a function of plain tensors ``[B, ...]``.
-
-    Takes the observation's tensors that the policy reads, then its recurrent state; returns the action, inside its
-    bounds, and the next recurrent state. The environments of the package clip actions as well, so in them the
-    clipping changes nothing.
-
-    The policy is in evaluation mode, and its normaliser part of the function; ``obs`` is an example ``[B, ...]``.
-    """
-
-    low: Tensor
-    high: Tensor
-
-    def __init__(self, policy: Policy, action_space: gym.Space[Any], obs: Observation) -> None:
-        super().__init__()
-        self.policy = policy
-        self.has_groups = not isinstance(obs, Tensor)
-        self.paths = read_paths(policy, obs)
-        self.state_names = list(policy.initial_memory(1))
-        self.has_bounds = isinstance(action_space, gym.spaces.Box)
-        if isinstance(action_space, gym.spaces.Box):
-            self.register_buffer("low", torch.as_tensor(action_space.low, dtype=torch.float32).flatten())
-            self.register_buffer("high", torch.as_tensor(action_space.high, dtype=torch.float32).flatten())
-
-    @property
-    def input_names(self) -> list[str]:
-        """Paths of the observation, then names of the recurrent state."""
-        return [*self.paths, *self.state_names]
-
-    @property
-    def output_names(self) -> list[str]:
-        """The action, then the recurrent state of the next step."""
-        return [ACTION, *(f"next_{name}" for name in self.state_names)]
-
-    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Act; a policy without memory returns the action alone."""
-        obs: Observation = inputs[0]
-        if self.has_groups:
-            obs = TensorDict({}, batch_size=[])
-            for path, value in zip(self.paths, inputs, strict=False):
-                obs[tuple(path.split("."))] = value
-        states = dict(zip(self.state_names, inputs[len(self.paths) :], strict=True))
-        output = self.policy.act({OBSERVATION: obs, **states}, deterministic=True)
-        action = self.clipped(output[ACTION])
-        return (action, *(output[name] for name in self.state_names)) if states else action
-
-    def clipped(self, action: Tensor) -> Tensor:
-        """Bring continuous actions inside their bounds, which may be infinite."""
-        return torch.minimum(torch.maximum(action, self.low), self.high) if self.has_bounds else action
 
 
 def export_policy(source: Path, output: Path | None = None, formats: Sequence[str] = tuple(FILES)) -> Exported:
@@ -150,7 +91,7 @@ def write_policy(
     with _staging(directory) as staging:
         difference = {name: _write_format(model, batch, name, staging / FILES[name]) for name in formats}
         card = {
-            "format": FORMAT,
+            "format": CARD_FORMAT,
             "apexrl": apexrl.__version__,
             **(about or {}),
             **inputs_and_outputs(policy, model.paths, env, batch[0]),
@@ -175,7 +116,8 @@ def _write_format(model: DeployedPolicy, batch: TensorDict, name: str, path: Pat
     """Write one format and try it; returns the largest difference."""
     num_envs = batch.shape[1]
     inputs = [*_observations(model, batch[0]), *model.policy.initial_memory(num_envs).values()]
-    written = _WRITERS[name](model, inputs, path)
+    _WRITERS[name](model, inputs, path)
+    written = READERS[name](path, model.input_names)
     difference = float(np.max([largest_difference(written, model, batch[:, :width]) for width in (num_envs, 1)]))
     if not difference < TOLERANCE:  # also when it is not a number
         raise ExportError(
@@ -192,22 +134,6 @@ def record(env: VecEnv, policy: Policy) -> TensorDict:
     num_steps = NUM_STEPS + min(env.max_episode_steps or 0, MAX_EPISODE)
     batch, _ = rollout(env, actor, carry, num_steps, keep={OBSERVATION, ACTION})
     return batch.cpu()
-
-
-def read_paths(policy: Policy, obs: Observation) -> list[str]:
-    """Return the tensors of an observation that a policy cannot act without."""
-    if isinstance(obs, Tensor):
-        return [OBSERVATION]
-
-    def acts_without(path: str) -> bool:
-        try:
-            rest = obs.exclude(tuple(path.split(".")))
-            policy.act({OBSERVATION: rest, **policy.initial_memory(len(obs))}, deterministic=True)
-        except KeyError:
-            return False
-        return True
-
-    return [path for path in leaves(obs) if not acts_without(path)]
 
 
 def largest_difference(exported: Model, model: DeployedPolicy, batch: TensorDict) -> float:
@@ -262,10 +188,8 @@ def _staging(directory: Path) -> Iterator[Path]:
 # exporters, but TorchScript is what libtorch and robot stacks load, and the newer ONNX exporter needs one more package.
 
 
-def _write_onnx(model: DeployedPolicy, inputs: Sequence[Tensor], path: Path) -> Model:
-    """Write an ONNX file; returns it as onnxruntime runs it."""
-    import onnxruntime
-
+def _write_onnx(model: DeployedPolicy, inputs: Sequence[Tensor], path: Path) -> None:
+    """Write an ONNX file."""
     names = model.input_names
     with warnings.catch_warnings(action="ignore"), torch.no_grad():
         torch.onnx.export(
@@ -278,32 +202,15 @@ def _write_onnx(model: DeployedPolicy, inputs: Sequence[Tensor], path: Path) -> 
             output_names=model.output_names,
             dynamic_axes={name: {0: "batch"} for name in (*names, *model.output_names)},
         )
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-    def call(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        arrays = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
-        return [torch.from_numpy(array) for array in session.run(None, arrays)]
-
-    return call
 
 
-def _write_torchscript(model: DeployedPolicy, inputs: Sequence[Tensor], path: Path) -> Model:
-    """Write a TorchScript file without the critic and other unused networks; returns it as PyTorch runs it."""
-    with warnings.catch_warnings(action="ignore"), torch.no_grad():
-        script = torch.jit.freeze(torch.jit.trace(model, tuple(inputs), check_trace=False).eval())
-        torch.jit.save(script, path)
-        loaded = torch.jit.load(path)
-
-    def call(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        output = loaded(*tensors)
-        return [output] if isinstance(output, Tensor) else list(output)
-
-    return call
+def _write_torchscript(model: DeployedPolicy, inputs: Sequence[Tensor], path: Path) -> None:
+    """Write a TorchScript file."""
+    with warnings.catch_warnings(action="ignore"):
+        torch.jit.save(traced(model, inputs), path)
 
 
-_WRITERS: dict[str, Callable[[DeployedPolicy, Sequence[Tensor], Path], Model]] = {
+_WRITERS: dict[str, Callable[[DeployedPolicy, Sequence[Tensor], Path], None]] = {
     "onnx": _write_onnx,
     "torchscript": _write_torchscript,
 }

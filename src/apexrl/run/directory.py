@@ -188,7 +188,7 @@ def resumed_config(run_dir: Path, overrides: Iterable[tuple[str, str]] = ()) -> 
     if not path.is_file():
         raise RunDirError(f"{run_dir} is not a run directory: it has no config.yaml. Name one of 'apexrl train'.")
     recipe = _stored_recipe(run_dir)
-    return changed_config(read_config(path) if recipe is None else recipe.config, list(overrides))
+    return changed_config(read_config(path) if recipe is None else recipe.sections(), list(overrides))
 
 
 def changed_config(stored: Mapping[str, Any], overrides: Sequence[tuple[str, str]]) -> Config:

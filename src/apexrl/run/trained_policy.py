@@ -8,17 +8,16 @@ from pathlib import Path
 
 import torch
 
-from apexrl.agent import checkpoint
-from apexrl.agent.recipe import in_python, read_recipe
+from apexrl.agent.recipe import read_policy, read_recipe
 from apexrl.algorithms.base import find_device
 from apexrl.collectors.demonstrations.record import Plans
 from apexrl.collectors.episodes import find_plans
-from apexrl.core.errors import CheckpointError, ConfigError, EnvError
+from apexrl.core.errors import CheckpointError, ConfigError
 from apexrl.core.metrics import EpisodeMetrics
 from apexrl.envs import VecEnv
 from apexrl.envs.suites.base import TaskSuite
 from apexrl.policies import Policy
-from apexrl.run.build import load_content, make_policy, prepare_device
+from apexrl.run.build import load_content, prepare_device
 from apexrl.run.config import Config, make_config
 
 
@@ -46,8 +45,7 @@ class TrainedPolicy:
         env = task.make_env_on(suite, self.device, num_workers)
         if env is None:
             raise ConfigError(f"{self.checkpoint} was trained on '{task.id}', which is no suite of tasks.")
-        known = task.make_env(self.device)
-        if (env.observation_space, env.action_space) != (known.observation_space, known.action_space):
+        if (env.observation_space, env.action_space) != (self.policy.observation_space, self.policy.action_space):
             raise ConfigError(
                 f"{self.checkpoint} was trained on '{task.id}' and cannot act on '{suite.name}', whose observations or "
                 "actions are others."
@@ -61,29 +59,17 @@ class TrainedPolicy:
 def load_trained(source: Path) -> TrainedPolicy:
     """Load the newest checkpoint of a run directory, or one checkpoint file."""
     source, content = load_content(source)
-    recipe = None if content["config"] else read_recipe(content, source)
+    sections = content["config"] or read_recipe(content, source).sections()
     try:
-        config = make_config(content["config"] if recipe is None else recipe.config)
+        config = make_config(sections)
     except ConfigError as error:
         raise CheckpointError(f"{source} cannot be used: its 'config' does not fit: {error}") from error
     try:
         device = prepare_device(config)
     except ConfigError:  # trained on a device that this machine does not have
         device = find_device()
-    try:
-        env = config.task.make_env(device, 1)
-    except EnvError as error:
-        if recipe is None:
-            raise
-        raise CheckpointError(f"{source} cannot be used here: {error} Or {in_python(source)}") from error
-    if recipe is None:
-        policy = make_policy(config.policy, env, device, config.algo)
-    else:
-        policy = recipe.make_policy(env).to(device)
-    env.close()
-    checkpoint.load_module(policy, content["policy"], source)
-    policy.eval()
+    policy, _ = read_policy(content, source)
     episodes = EpisodeMetrics()
     if "episode_metrics" in content["collector"]:
         episodes.load_state_dict(content["collector"]["episode_metrics"], torch.device("cpu"))
-    return TrainedPolicy(config, policy, device, source, frozenset(episodes.events()))
+    return TrainedPolicy(config, policy.to(device), device, source, frozenset(episodes.events()))

@@ -28,7 +28,7 @@ from apexrl import (
 )
 from apexrl.agent import checkpoint
 from apexrl.agent.recipe import RECIPE
-from apexrl.core.errors import CheckpointError
+from apexrl.core.errors import CheckpointError, ConfigError, EnvError
 from apexrl.core.metrics import MetricSpec
 from apexrl.run.trained_policy import load_trained
 
@@ -104,7 +104,7 @@ def saved(trainer: Trainer, path: Path, **changes: Any) -> Path:
 def test_what_is_not_of_the_package_is_refused_with_how_to_load_it_in_python(tmp_path: Path) -> None:
     path, env = tmp_path / "model.pt", make_env("pendulum", 2)
     foreign = {
-        ("actor_class", "test_recipe.OwnActor"): OnPolicyRunner(env, actor_class=OwnActor),
+        ("actor_class", "test_recipe:OwnActor"): OnPolicyRunner(env, actor_class=OwnActor),
         ("ScriptedEnv", "make_env"): OnPolicyRunner(ScriptedEnv([3], [False])),
         ("policy", "for_env"): OnPolicyRunner(
             env, agent=PPO(policy=ActorCritic(env.observation_space, env.action_space))
@@ -118,12 +118,11 @@ def test_what_is_not_of_the_package_is_refused_with_how_to_load_it_in_python(tmp
 @pytest.mark.parametrize(
     "changes",
     [
-        {"task": {"id": "evil_module:Marked-v0", "kwargs": {}, "num_envs": 1}},
-        {"options": {"actor_class": {"class": "evil_module.Actor"}}},
-        {"options": {"actor_cfg": {"hidden_dims": [{"class": "evil_module.Actor"}]}}},
-        {"policy": {"class": "evil_module.Policy"}},
+        {"options": {"actor_class": {"class": "evil_module:Actor"}}},
+        {"options": {"actor_cfg": {"hidden_dims": [{"class": "evil_module:Actor"}]}}},
+        {"policy": {"class": "evil_module:Policy"}},
         {"algorithm": {"class": "os.system"}},
-        {"task": {"id": "NoSuchTask-v0", "kwargs": {}, "num_envs": 1}},
+        {"algorithm": {"class": "os:system"}},
     ],
     ids=str,
 )
@@ -143,6 +142,16 @@ def test_a_damaged_recipe_is_one_error(changes: dict[str, Any], tmp_path: Path) 
     path = saved(ppo(make_env("pendulum", 2)), tmp_path / "model.pt", **changes)
     with refused(CheckpointError, path, "'recipe'"):
         load_trained(path)
+
+
+def test_a_policy_needs_no_environment_until_one_is_asked_for(tmp_path: Path) -> None:
+    for name, error in (("NoSuchTask-v0", EnvError), ("evil_module:Marked-v0", ConfigError)):
+        task = {"id": name, "kwargs": {}, "num_envs": 1}
+        trained = load_trained(saved(ppo(make_env("pendulum", 2)), tmp_path / "model.pt", task=task))
+        assert trained.policy.observation_space == make_env("pendulum", 1).observation_space
+        with refused(error, "task.id", name):
+            trained.make_env(1)
+    assert "evil_module" not in sys.modules
 
 
 def test_a_checkpoint_of_an_older_runner_says_how_to_load_it(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict
+from tests.short_runs import KINDS, saved_run
 from torch import Tensor
 
 from apexrl.cli.main import main
@@ -27,91 +28,16 @@ from apexrl.core.observations import leaves
 from apexrl.core.types import Carry
 from apexrl.deploy import card as export_card
 from apexrl.deploy import export
+from apexrl.deploy.model import FILES, DeployedPolicy
 from apexrl.envs import make_env
 from apexrl.policies import ActorCritic
 from apexrl.rollout import initial_state, make_actor, rollout
-from apexrl.run import directory as run
 from apexrl.run import trained_policy
-from apexrl.run.loading import load_config
 
-FEW = {
-    "task.num_envs": "4",
-    "policy.hidden_dims": "[16, 16]",
-    "training.total_timesteps": "64",  # a new normaliser takes the first half
-    "training.eval_interval": "0",
-    "training.device": "cpu",
-    "logging.tensorboard": "false",
-}
-ON_POLICY = {"algo.num_steps": "8", "algo.num_epochs": "1", "algo.num_minibatches": "2"}
-CAMERA = spaces.Box(0, 255, (16, 16, 3), np.uint8)
-GROUPS = spaces.Dict(
-    {
-        "robot": spaces.Dict({"joints": spaces.Box(-1, 1, (2,)), "gripper": spaces.Box(0, 1, ())}),
-        "camera": CAMERA,
-        "priv": spaces.Box(-1, 1, (3,)),
-    }
-)
-
-
-class Cameras(gym.Env[Any, Any]):
-    """Random observations: named groups with a picture and a privileged group, or the picture alone."""
-
-    def __init__(self, only_picture: bool = False) -> None:
-        self.observation_space = CAMERA if only_picture else GROUPS
-        self.action_space = spaces.Box(np.array([-0.3, -0.4], np.float32), np.array([0.3, 0.1], np.float32))
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        if seed is not None:
-            self.observation_space.seed(seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return self.observation_space.sample(), 0.0, False, False, {}
-
-
-gym.register("apexrl-tests/Cameras-v0", lambda **kwargs: Cameras(**kwargs), max_episode_steps=20)
-
-KINDS: dict[str, tuple[str, dict[str, str]]] = {
-    "lift": ("lift_ppo", {"policy.normalize_obs": "true", **ON_POLICY}),
-    "cartpole": ("cartpole_ppo", ON_POLICY),
-    "gsde": ("lift_ppo", {"policy.gsde": "true", "policy.init_std": "0.2", **ON_POLICY}),
-    "groups": ("lift_ppo", {"task.id": "apexrl-tests/Cameras-v0", "policy.normalize_obs": "true", **ON_POLICY}),
-    "picture": (
-        "lift_ppo",
-        {"task.id": "apexrl-tests/Cameras-v0", "task.kwargs.only_picture": "true", **ON_POLICY},
-    ),
-    "gru": (
-        "lift_ppo",
-        {
-            "policy.kind": "gru",
-            "policy.rnn_hidden_dim": "12",
-            "policy.normalize_obs": "true",
-            "task.kwargs.max_episode_steps": "40",
-            **ON_POLICY,
-            "algo.num_minibatches": "1",
-        },
-    ),
-    "gru on groups": ("lift_ppo", {"task.id": "apexrl-tests/Cameras-v0", "policy.kind": "gru", **ON_POLICY}),
-    "sac": ("pendulum_sac", {"policy.normalize_obs": "true", "algo.batch_size": "8", "algo.learning_starts": "16"}),
-    **{
-        f"roa {kind}": (
-            "payload_roa",
-            {
-                "policy.history_kind": kind,
-                "policy.adapt_dims": "[16]",
-                "policy.normalize_obs": "true",
-                **ON_POLICY,
-                "algo.num_steps": "32",  # longer than the window, so that every frame in it has varied
-                "training.total_timesteps": "256",
-            },
-        )
-        for kind in ("mlp", "conv", "gru")
-    },
-}
 INPUTS = {
     "lift": ["observation"],
     "cartpole": ["observation"],
+    "switches": ["observation"],
     "gsde": ["observation"],  # noise is for exploration
     "groups": ["camera", "robot.gripper", "robot.joints"],
     "picture": ["observation"],
@@ -122,21 +48,6 @@ INPUTS = {
     "roa conv": ["policy", "command", "object"],
     "roa gru": ["policy", "command", "object"],
 }
-
-
-def saved_run(directory: Path, kind: str, **more: str) -> Path:
-    """A run of an iteration or two, whose weights are then stirred so that actions are large and all layers count."""
-    preset, overrides = KINDS[kind]
-    trainer = run.start(load_config(preset, list({**FEW, **overrides, **more}.items())), directory)
-    trainer.learn()
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in trainer.policy.parameters():
-            # Larger biases would make the same choice everywhere.
-            parameter.add_((0.1 if parameter.ndim > 1 else 0.02) * torch.randn_like(parameter))
-    trainer.save_checkpoint()
-    trainer.close()
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -437,8 +348,8 @@ def small_run(tmp_path: Path) -> Path:
 @pytest.fixture
 def spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exported function differs from the policy by 2e-5 in every action."""
-    act: Any = export.DeployedPolicy.forward
-    monkeypatch.setattr(export.DeployedPolicy, "forward", lambda self, *inputs: act(self, *inputs) + 2e-5)
+    act: Any = DeployedPolicy.forward
+    monkeypatch.setattr(DeployedPolicy, "forward", lambda self, *inputs: act(self, *inputs) + 2e-5)
 
 
 @pytest.mark.usefixtures("spoilt")
@@ -448,7 +359,7 @@ def test_a_file_that_acts_differently_is_not_kept(
 ) -> None:
     before = tree(small_run)
     message = refused(capsys, "export", str(small_run), "--format", name)
-    assert re.search(rf"{export.FILES[name]} was not kept: .* by 2\.0e-05, which is not below 1e-05", message)
+    assert re.search(rf"{FILES[name]} was not kept: .* by 2\.0e-05, which is not below 1e-05", message)
     assert tree(small_run) == before
     assert not (small_run / "export").exists()
 

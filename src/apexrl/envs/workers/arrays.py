@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -98,16 +98,16 @@ def action_layout(space: spaces.Space[Any]) -> tuple[int, type[np.generic]]:
     raise TypeError(f"Action space {space} is not supported; {supported}.")
 
 
-def decoder(space: spaces.Space[Any]) -> Callable[[Array], Sequence[Any]]:
-    """Return the function that turns rows ``[N, A]`` into N actions of ``space``."""
+def decoder(space: spaces.Space[Any]) -> Callable[[Array], Array]:
+    """Return the function that turns rows ``[N, A]`` into the N actions of ``space``, ``[N, *shape]``."""
 
-    def decode_box(rows: Array) -> Sequence[Any]:
+    def decode_box(rows: Array) -> Array:
         clipped = rows.clip(low, high)
         whole = np.rint(clipped) if integer else clipped
-        return list(whole.astype(space.dtype, copy=False).reshape(shape))
+        return whole.astype(space.dtype, copy=False).reshape(shape)
 
-    def decode_integers(rows: Array) -> Sequence[Any]:
-        return list((rows + start).astype(space.dtype, copy=False).reshape(shape))
+    def decode_integers(rows: Array) -> Array:
+        return (rows + start).astype(space.dtype, copy=False).reshape(shape)
 
     shape = (-1, *(space.shape or ()))
     if isinstance(space, spaces.Box):
