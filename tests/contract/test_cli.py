@@ -496,7 +496,7 @@ def test_the_real_command_refuses_without_a_traceback(tmp_path: Path) -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "apexrl: algo.clip_coef must lie in (0, 1), got 5.0.\n"
+    assert done.stderr == "apexrl: algo.clip_coef must be a number in (0, 1), got 5.\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

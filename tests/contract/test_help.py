@@ -113,11 +113,11 @@ def test_the_help_has_types_choices_and_the_values_that_are_given(capsys: pytest
         return next(each for each in lines if each.startswith(f"  --{option} "))
 
     assert "integer" in line("task.num_envs 256")
-    assert "fixed|linear|adaptive" in line("algo.schedule linear")
-    assert "ppo|ppo_roa|sac" in line("algo.name ppo")
+    assert "one of fixed, linear, adaptive" in line("algo.schedule linear")
+    assert "ppo, ppo_roa, sac" in line("algo.name ppo")
     assert "integer" in line("training.seed 0")
     assert line("algo.max_grad_norm 0.7")
-    assert "[integer, ...]" in line('policy.hidden_dims "[64, 64]"')
+    assert "a list of integers" in line('policy.hidden_dims "[64, 64]"')
 
 
 # What a wrong option is answered with

@@ -20,10 +20,11 @@ from apexrl.algorithms import ALGORITHMS
 from apexrl.collectors.demonstrations import record as demos
 from apexrl.core import plugins
 from apexrl.core.errors import ApexRLError
+from apexrl.core.validation import field_help
 from apexrl.experiments import jobs, plots, report
 from apexrl.run import directory as run
 from apexrl.run import sources, trained_policy
-from apexrl.run.config import CONFIG_SECTIONS, SECTION_CHOICES, field_help
+from apexrl.run.config import CONFIG_SECTIONS, SECTION_CHOICES
 from apexrl.run.suite import SuiteConfig
 from apexrl.run.tasks import TaskConfig
 

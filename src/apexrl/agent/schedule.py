@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from apexrl.agent.stop_when import Condition
-from apexrl.core.errors import requirement
 from apexrl.core.system import distributed
 from apexrl.core.system.seeding import ENV, spawn_seed
+from apexrl.core.validation import Count, Integer, NonNegative, NonNegativeInteger, Positive, options
 
 EVAL_SEED_OFFSET = 1_000_003
 """Evaluation episodes are drawn from seeds that training does not use."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("training")
 class TrainingConfig:
     """Schedule of a run. Intervals count iterations; an iteration is one rollout and one update."""
 
-    total_timesteps: int = 1_000_000
+    total_timesteps: Count = 1_000_000
     """Environment steps, summed over environments, after which training ends."""
-    num_train_steps: int = 0
+    num_train_steps: NonNegativeInteger = 0
     """Iterations after which training ends, whatever their steps; 0 leaves it to total_timesteps."""
-    seed: int = 0
+    seed: Annotated[Integer, Field(ge=0, le=2**31)] = 0
     """Of the environments; ``apexrl train`` also seeds the initial weights and the sampling with it."""
     device: str = "auto"
     """Of the policy and the tasks that ship: auto, cpu, cuda, cuda:1. Read by ``apexrl train``, not by Trainer."""
-    num_threads: int = 1
+    num_threads: Annotated[Integer, Field(ge=0, le=1024)] = 1
     """CPU threads of PyTorch; 0 leaves its default, 1 suits small nets. Read by ``apexrl train``, not by Trainer."""
     init_from: str = ""
     """A run directory or checkpoint whose policy weights a new run starts from; a resumed run goes on with its own.
@@ -34,44 +36,33 @@ class TrainingConfig:
     collector: Literal["sync", "async", "ray"] = "sync"
     """sync: collect, then learn; async: collect in a thread while learning, for simulators in worker processes; ray:
     collect in Ray's workers, on this machine or a cluster. Read by ``apexrl train``, not by Trainer."""
-    num_collectors: int = 2
+    num_collectors: Count = 2
     """Ray workers that share task.num_envs evenly; only for ray."""
-    max_staleness: int = 1
+    max_staleness: NonNegativeInteger = 1
     """How many updates old the weights may be that collected a rollout; only for async and ray."""
-    step_timeout: float = 60.0
+    step_timeout: Positive = 60.0
     """Seconds after which an environment step counts as hanging; only for async."""
-    save_interval: int = 50
+    save_interval: NonNegativeInteger = 50
     """Iterations between checkpoints; 0 saves only at the end."""
-    save_minutes: float = 10.0
+    save_minutes: NonNegative = 10.0
     """Minutes after which a checkpoint is saved before its turn, at the end of an iteration; 0 never does."""
-    keep_checkpoints: int = 3
+    keep_checkpoints: NonNegativeInteger = 3
     """Checkpoints saved on schedule that stay; older ones are deleted, never one saved by name. 0 keeps all."""
-    eval_interval: int = 0
+    eval_interval: NonNegativeInteger = 0
     """Iterations between evaluations on separate environments; 0 evaluates only at the end."""
-    eval_episodes: int = 20
+    eval_episodes: Count = 20
     """Episodes of each periodic evaluation."""
     eval_sampled: bool = False
     """Evaluate a second time with sampled actions, and report their return beside the deterministic one."""
-    eval_num_envs: int = 10
+    eval_num_envs: Count = 10
     """Environments of an evaluation; never more than its episodes."""
-    final_eval_episodes: int = 100
+    final_eval_episodes: NonNegativeInteger = 100
     """Episodes of the evaluation at the end; 0 skips it."""
     stop_when: str | None = None
     """Early stopping: training ends when a logged number reaches a threshold, such as "eval/success_rate >= 0.95" (with
     eval_interval) or "rollout/return > 400"; one of >=, <=, > and <. null: never."""
 
     def __post_init__(self) -> None:
-        require = requirement(self, "training")
-        for name in ("total_timesteps", "num_collectors", "eval_episodes", "eval_num_envs"):
-            require(name, getattr(self, name) >= 1, "must be at least 1")
-        for name in (
-            "num_train_steps", "seed", "num_threads", "max_staleness", "save_interval", "save_minutes",
-            "keep_checkpoints", "eval_interval", "final_eval_episodes",
-        ):  # fmt: skip
-            require(name, getattr(self, name) >= 0, "must not be negative")
-        require("step_timeout", self.step_timeout > 0, "must be positive")
-        for name, most in (("seed", 2**31), ("num_threads", 1024)):
-            require(name, getattr(self, name) <= most, f"must be at most {most}")
         if self.stop_when:
             Condition.parse(self.stop_when)
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.core.errors import ConfigError, DivergenceError, did_you_mean, requirement
+from apexrl.core.errors import ConfigError, DivergenceError, did_you_mean
 from apexrl.core.observations import leaves
-from apexrl.core.renamed import NamesFields
 from apexrl.core.system import distributed
 from apexrl.core.types import (
     ACTION,
@@ -40,7 +39,7 @@ Source = Literal["steps", "groups", "demonstrations"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig(NamesFields):
+class AlgorithmConfig:
     """What a run asks of the options of any algorithm, besides their fields."""
 
     name: str = ""
@@ -276,29 +275,3 @@ def own_config(cfg: Any, kind: type[Options]) -> Options:
 def find_device() -> torch.device:
     """CUDA when there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def checker(config: Any, section: str) -> Callable[[str, bool, str], None]:
-    """Check the types that a configuration made in Python holds, as the command line does.
-
-    Returns:
-        ``require(name, ok, rule)`` of ``requirement``, for the rules of its values.
-
-    Raises:
-        ConfigError: names the first field whose value is not one of its choices, or not a number where one is needed.
-    """
-    hints = get_type_hints(type(config))
-    for entry in fields(config):
-        value, kind = getattr(config, entry.name), hints[entry.name]
-        kinds = get_args(kind) or (kind,)
-        if get_origin(kind) is Literal:
-            ok, rule = isinstance(value, str) and value in kinds, f"one of {list(kinds)}"
-        else:
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            ok = type(value) in kinds or (float in kinds and is_number)
-            names = {int: "an integer", float: "a number", bool: "true or false", type(None): "null"}
-            rule = " or ".join(names.get(kind, str(kind)) for kind in kinds)
-        if not ok:
-            hint = did_you_mean(str(value), kinds) if get_origin(kind) is Literal else ""
-            raise ConfigError(f"{section}.{entry.name} must be {rule}, got {value!r}.{hint}")
-    return requirement(config, section)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm, checker, own_config
+from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm, own_config
 from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.algorithms.terms.imitation import imitation_loss, squared_error
@@ -21,6 +20,7 @@ from apexrl.core.errors import ConfigError
 from apexrl.core.observations import leaves
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import ACTION, OBSERVATION
+from apexrl.core.validation import Count, NonNegative, NonNegativeInteger, Positive, options
 from apexrl.policies import ActorCritic, Policy
 from apexrl.policies.networks.mlp import map_leaves
 from apexrl.policies.networks.normalizer import RunningNormalizer
@@ -28,55 +28,47 @@ from apexrl.policies.vla import VALID_STEPS, VLAPolicy
 from apexrl.policies.vla.lerobot import LeRobotPolicy
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("algo")
 class BCConfig(AlgorithmConfig):
     """Options of behaviour cloning."""
 
     name: str = "bc"
     """The algorithm."""
-    num_updates: int = 1500
+    num_updates: Count = 1500
     """Gradient steps of a fit."""
-    batch_size: int = 128
+    batch_size: Count = 128
     """Samples of one gradient step, drawn with replacement."""
-    micro_batch_size: int | None = None
+    micro_batch_size: Count | None = None
     """Samples of one forward and backward pass at most, whose gradients are summed; null takes all at once."""
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """Adam's step size, at the start."""
     schedule: Literal["fixed", "linear"] = "fixed"
     """fixed, or linear: falls to 0 at the end of a fit."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """Share of a weight that is taken off at every step, times learning_rate."""
-    state_noise: float = 0.0
+    state_noise: NonNegative = 0.0
     """Standard deviation of noise on the vectors of an observation, in their units; 0 adds none."""
-    image_shift: int = 0
+    image_shift: NonNegativeInteger = 0
     """Pixels by which every picture is moved at random, up to this many each way; 0 moves none."""
     loss: Literal["auto", "likelihood", "mse"] = "auto"
     """Of an mlp: minus the log-probability, or the squared error of its mode; auto is mse while learn_std is false. A
     vla has a loss of its own."""
     learn_std: bool = False
     """Let an mlp's standard deviation fit the demonstrations; false keeps it for exploration."""
-    min_std: float = 0.1
+    min_std: Positive = 0.1
     """Lower bound of the standard deviations that observations are normalised by, in their units: what stood still in
     a few demonstrations may move later."""
-    min_action_std: float = 0.1
+    min_action_std: Positive = 0.1
     """Lower bound of the standard deviations that a vla's actions are normalised by."""
-    max_grad_norm: float = 10.0
+    max_grad_norm: Positive = 10.0
     """Gradients are scaled down to this norm."""
-    adam_eps: float = 1e-8
+    adam_eps: Positive = 1e-8
     """Adam's ε."""
     demo_reader = "algo.name bc"
 
     def __post_init__(self) -> None:
-        require = checker(self, "algo")
-        for name in ("num_updates", "batch_size"):
-            require(name, getattr(self, name) >= 1, "must be at least 1")
-        size = self.micro_batch_size
-        require("micro_batch_size", size is None or size >= 1, "must be at least 1 or null")
-        for name in ("learning_rate", "min_std", "min_action_std", "max_grad_norm", "adam_eps"):
-            require(name, 0 < getattr(self, name) < math.inf, "must be positive")
-        for name in ("weight_decay", "state_noise", "image_shift"):
-            require(name, getattr(self, name) >= 0, "must not be negative")
-        require("loss", not (self.loss == "mse" and self.learn_std), "must not be mse while algo.learn_std is true")
+        if self.loss == "mse" and self.learn_std:
+            raise ConfigError("algo.loss must not be mse while algo.learn_std is true, got mse.")
 
     def check_policy(self, policy: type[Policy]) -> None:
         """Raise when a loss is asked for that a policy with a loss of its own does not read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,7 +17,6 @@ from apexrl.algorithms.base import (
     AlgorithmConfig,
     BaseAlgorithm,
     check_source,
-    checker,
     find_device,
 )
 from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate, minibatches
@@ -50,75 +49,61 @@ from apexrl.core.types import (
     VALUE,
     Evaluation,
 )
+from apexrl.core.validation import Count, Fraction, NonNegative, Positive, ProperFraction, options
 from apexrl.envs import VecEnv, as_vec_env
 from apexrl.policies import ActorCritic, Policy, RecurrentActorCritic, SACPolicy, VLAPolicy
 from apexrl.policies.networks import MLPActor, MLPCritic, RewardScaler
 from apexrl.policies.networks.mlp import ActionHead
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("algo")
 class PPOConfig(AlgorithmConfig):
     """Options of PPO."""
 
     name: str = "ppo"
     """The algorithm."""
-    num_steps: int = 32
+    num_steps: Count = 32
     """Steps of each environment in one rollout."""
-    num_epochs: int = 5
+    num_epochs: Count = 5
     """Passes over each rollout."""
-    num_minibatches: int = 4
+    num_minibatches: Count = 4
     """Parts into which each pass splits the rollout."""
-    learning_rate: float = 3e-4
+    learning_rate: Positive = 3e-4
     """Adam's step size, at the start."""
     schedule: Literal["fixed", "linear", "adaptive"] = "fixed"
     """fixed; linear: falls to 0 at the end of training; adaptive: follows desired_kl after each minibatch."""
-    desired_kl: float = 0.01
+    desired_kl: Positive = 0.01
     """KL divergence that the adaptive schedule aims at."""
-    target_kl: float | None = None
+    target_kl: Positive | None = None
     """Skips the rest of an update once a minibatch's KL divergence exceeds 1.5 times this; null never does."""
-    gamma: float = 0.99
+    gamma: Fraction = 0.99
     """Discount per step."""
-    gae_lambda: float = 0.95
+    gae_lambda: Fraction = 0.95
     """Trace decay λ of generalised advantage estimation."""
-    clip_coef: float = 0.2
+    clip_coef: ProperFraction = 0.2
     """Clipping range of the probability ratio."""
-    value_clip_coef: float | None = None
+    value_clip_coef: Positive | None = None
     """Clipping range of the value function around its old output; null does not clip."""
-    value_coef: float = 0.5
+    value_coef: NonNegative = 0.5
     """Weight of the value loss."""
-    entropy_coef: float = 0.001
+    entropy_coef: NonNegative = 0.001
     """Weight of the entropy bonus."""
     std_schedule: Literal["learned", "capped", "imposed"] = "learned"
     """learned: σ is a parameter like others; capped: at most σ̄ after each update, which falls by equal ratios from
     policy.init_std to final_std at the end of training; imposed: σ̄ after each update."""
-    final_std: float = 0.2
+    final_std: Positive = 0.2
     """Standard deviation σ̄ at the end of training, usually 0.05 to 0.5 of policy.init_std; only for capped and
     imposed."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this norm."""
     normalize_advantage: Literal["batch", "minibatch", "none"] = "batch"
     """Where advantages are brought to mean 0 and standard deviation 1."""
-    reward_scale: float = 1.0
+    reward_scale: Positive = 1.0
     """Constant factor on rewards, for learning only."""
     normalize_reward: bool = False
     """Divides rewards by the running standard deviation of the discounted return, for learning only."""
-    adam_eps: float = 1e-5
+    adam_eps: Positive = 1e-5
     """Adam's ε."""
-
-    def __post_init__(self) -> None:
-        require = checker(self, "algo")
-        for name in ("num_steps", "num_epochs", "num_minibatches"):
-            require(name, getattr(self, name) >= 1, "must be at least 1")
-        for name in ("learning_rate", "desired_kl", "max_grad_norm", "adam_eps", "reward_scale", "final_std"):
-            require(name, getattr(self, name) > 0, "must be positive")
-        for name in ("gamma", "gae_lambda"):
-            require(name, 0 <= getattr(self, name) <= 1, "must lie in [0, 1]")
-        require("clip_coef", 0 < self.clip_coef < 1, "must lie in (0, 1)")
-        for name in ("value_coef", "entropy_coef"):
-            require(name, getattr(self, name) >= 0, "must not be negative")
-        for name in ("target_kl", "value_clip_coef"):
-            value = getattr(self, name)
-            require(name, value is None or value > 0, "must be positive or null")
 
     def num_gradient_steps(self, total_steps: int, num_envs: int) -> int:
         """Return those of all minibatches."""

@@ -6,7 +6,7 @@ After ROA (Fu et al. 2022, arXiv 2210.10044) and RMA (Kumar et al. 2021, arXiv 2
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,9 +18,10 @@ from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, min
 from apexrl.algorithms.optimizer import FlatAdam, flatten
 from apexrl.algorithms.ppo import PPO, PPOConfig
 from apexrl.algorithms.terms import EncoderDistance
-from apexrl.core.errors import ConfigError, requirement
+from apexrl.core.errors import ConfigError
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import NEXT_OBSERVATION, NEXT_VALUE, OBS_KEY, OBSERVATION, VALUE, Carry, Observation
+from apexrl.core.validation import Count, NonNegative, Positive, Share, options
 from apexrl.envs import VecEnv
 from apexrl.policies import Policy, ROAPolicy
 from apexrl.policies.networks import MLPActor
@@ -28,7 +29,7 @@ from apexrl.policies.networks import MLPActor
 Phase = Literal["train", "finetune"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("algo")
 class PPOROAConfig(PPOConfig):
     """Options of PPO-ROA, besides those of PPO."""
 
@@ -36,35 +37,24 @@ class PPOROAConfig(PPOConfig):
     """The algorithm."""
     phase: Literal["both", "train", "finetune"] = "both"
     """train: the teacher acts and the student imitates it; finetune: the student acts; both: one after the other."""
-    train_share: float = 0.7
+    train_share: Share = 0.7
     """Share of the environment steps after which ``both`` goes from train to finetune."""
-    adapt_epochs: int = 2
+    adapt_epochs: Count = 2
     """Passes of adaptation module and student over each rollout."""
-    adapt_minibatches: int = 4
+    adapt_minibatches: Count = 4
     """Minibatches of each of these passes."""
-    adapt_learning_rate: float = 1e-3
+    adapt_learning_rate: Positive = 1e-3
     """Of the adaptation module, and of the student while it imitates."""
-    ema_tau: float = 0.04
+    ema_tau: Share = 0.04
     """How far the average of the adaptation module moves at each update."""
-    min_frames: int = 2
+    min_frames: Count = 2
     """A window with fewer frames than this, at the start of an episode, teaches the adaptation module nothing."""
-    encoder_penalty: float = 0.0
+    encoder_penalty: NonNegative = 0.0
     """Weight of the distance between the encoder's feature and the adaptation module's guess, at the end; 0 is off."""
-    finetune_learning_rate: float = 1e-4
+    finetune_learning_rate: Positive = 1e-4
     """Of PPO in finetune, where it stays fixed."""
-    finetune_target_kl: float = 0.02
+    finetune_target_kl: Positive = 0.02
     """An update in finetune stops for good once its KL divergence is 1.5 times this."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require = requirement(self, "algo")
-        for name in ("adapt_epochs", "adapt_minibatches", "min_frames"):
-            require(name, getattr(self, name) >= 1, "must be at least 1")
-        for name in ("adapt_learning_rate", "finetune_learning_rate", "finetune_target_kl"):
-            require(name, getattr(self, name) > 0, "must be positive")
-        for name in ("train_share", "ema_tau"):
-            require(name, 0 < getattr(self, name) <= 1, "must lie in (0, 1]")
-        require("encoder_penalty", self.encoder_penalty >= 0, "must not be negative")
 
     def warning(self, init_from: str) -> str:
         """Say that there is nothing to fine-tune."""

@@ -6,14 +6,15 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import asdict, replace
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import Field
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, AlgorithmConfig, BaseAlgorithm, checker, own_config
+from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, AlgorithmConfig, BaseAlgorithm, own_config
 from apexrl.algorithms.bc import BCConfig
 from apexrl.algorithms.collapse import CollapseGuard
 from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate
@@ -40,6 +41,16 @@ from apexrl.core.types import (
     SAMPLED_SUCCESS,
     VALID,
 )
+from apexrl.core.validation import (
+    Count,
+    Integer,
+    NonNegative,
+    NonNegativeInteger,
+    Number,
+    Positive,
+    ProperFraction,
+    options,
+)
 from apexrl.policies import ActorCritic, Policy
 from apexrl.policies.vla import VALID_STEPS, PI0_CFG_Adapter, VLAPolicy
 
@@ -48,15 +59,15 @@ ROWS_WITHOUT_GRADIENT = 4096
 """Samples that are evaluated at once where no gradient is needed and ``micro_batch_size`` says nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("algo")
 class RLOOConfig(AlgorithmConfig):
     """Options of RLOO."""
 
     name: str = "rloo"
     """The algorithm."""
-    rloo_batch_size: int = 8
+    rloo_batch_size: Annotated[Integer, Field(ge=2)] = 8
     """Rollouts from one initial state: a group."""
-    num_groups: int = 12
+    num_groups: Count = 12
     """Groups wanted in a batch."""
     baseline: Literal["group", "batch"] = "group"
     """What an episode is compared with: the others of its group, or all others of the batch."""
@@ -64,50 +75,50 @@ class RLOOConfig(AlgorithmConfig):
     """Divides advantages by the standard deviation of the returns of their group, or of all advantages."""
     loss: Literal["policy_gradient", "weighted_flow"] = "policy_gradient"
     """policy_gradient: clipped ratio; weighted_flow: advantage-conditioned flow matching, for flow heads."""
-    num_epochs: int = 5
+    num_epochs: Count = 5
     """Passes over each batch."""
-    num_minibatches: int = 4
+    num_minibatches: Count = 4
     """Parts into which each pass splits the chunks of the batch."""
-    minibatch_size: int | None = None
+    minibatch_size: Count | None = None
     """Chunks of one optimizer step at most; takes the place of num_minibatches unless null."""
-    micro_batch_size: int | None = None
+    micro_batch_size: Count | None = None
     """Chunks of one forward and backward pass at most, whose gradients are summed; null takes a minibatch at once."""
-    learning_rate: float = 3e-4
+    learning_rate: Positive = 3e-4
     """Adam's step size, at the start."""
     schedule: Literal["fixed", "linear"] = "fixed"
     """fixed, or linear: falls to 0 at the end of training."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInteger = 0
     """Optimizer steps over which the step size rises from 0: Adam's first steps are as large on noise as on signal."""
-    clip_coef: float = 0.2
+    clip_coef: ProperFraction = 0.2
     """Clipping range of the probability ratio of a whole chunk, below 1 and, unless clip_coef_high is given, above."""
-    clip_coef_high: float | None = None
+    clip_coef_high: Positive | None = None
     """Clipping range above 1; null takes clip_coef."""
-    target_kl: float | None = None
+    target_kl: Positive | None = None
     """Skips the rest of an update once a minibatch's KL divergence exceeds 1.5 times this; null never does."""
-    entropy_coef: float = 0.0
+    entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
-    kl_coef: float = 0.0
+    kl_coef: NonNegative = 0.0
     """Weight of the KL divergence from the policy that training started with; 0 keeps no copy of it."""
-    imitation_updates: int = 0
+    imitation_updates: NonNegativeInteger = 0
     """Gradient steps of behaviour cloning on the demonstrations (task.num_demos or task.demos) before the first
     rollout, as a run of its own in imitation in the run directory; usually 500 to 4000; 0 starts without. Not with
     training.init_from, which names a policy to start from."""
-    imitation_learning_rate: float = 5e-4
+    imitation_learning_rate: Positive = 5e-4
     """Adam's step size of imitation_updates, at the start; it falls to 0."""
-    imitation_coef: float = 0.0
+    imitation_coef: NonNegative = 0.0
     """Weight of the mean squared error of the demonstrated actions (task.demos; normalised ones of a vla, and of the
     field of a flow head), so that what they taught is not forgotten while other tasks are learned; 0 reads none."""
-    imitation_batch_size: int = 256
+    imitation_batch_size: Count = 256
     """Demonstrated chunks of one optimizer step, drawn with replacement."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this norm."""
-    adam_eps: float = 1e-8
+    adam_eps: Positive = 1e-8
     """Adam's ε."""
-    collapse_ratio: float | None = None
+    collapse_ratio: ProperFraction | None = None
     """Goes back to the best policy so far when a batch's success falls below this share of its; null never does."""
     enable_dynamic_sampling: bool = True
     """Replace groups whose outcomes are all equal, and skip initial states that are mastered."""
-    rollout_skip_threshold: int = 3
+    rollout_skip_threshold: NonNegativeInteger = 3
     """Skips of a mastered initial state after which its history is forgotten, so that it is tested again."""
     enable_rollout_stats_tracking: bool = True
     """Keep the outcomes of every initial state in a file."""
@@ -115,35 +126,15 @@ class RLOOConfig(AlgorithmConfig):
     """That file; empty for rollout_stats.json in the run directory."""
     use_val_init: bool = False
     """Draw initial states from the validation split, which evaluation uses: to debug, never for results."""
-    oversample: float = 1.5
+    oversample: Annotated[Number, Field(ge=1)] = 1.5
     """Groups run for each one still missing, when some may be dropped."""
-    max_attempts: int = 4
+    max_attempts: Count = 4
     """Times that groups are run for one batch; then training goes on with the mixed ones that were found."""
 
     def __post_init__(self) -> None:
-        require = checker(self, "algo")
-        require("rloo_batch_size", self.rloo_batch_size >= 2, "must be at least 2: an episode is compared with others")
-        counts = "num_groups", "num_epochs", "num_minibatches", "max_attempts", "oversample", "imitation_batch_size"
-        for name in counts:
-            require(name, getattr(self, name) >= 1, "must be at least 1")
-        for name in ("minibatch_size", "micro_batch_size"):
-            value = getattr(self, name)
-            require(name, value is None or value >= 1, "must be at least 1 or null")
-        for name in ("learning_rate", "imitation_learning_rate", "max_grad_norm", "adam_eps"):
-            require(name, 0 < getattr(self, name) < math.inf, "must be positive")
-        require("clip_coef", 0 < self.clip_coef < 1, "must lie in (0, 1)")
-        for name in ("clip_coef_high", "target_kl"):
-            value = getattr(self, name)
-            require(name, value is None or value > 0, "must be positive or null")
-        coefficients = "entropy_coef", "kl_coef", "imitation_coef"
-        for name in (*coefficients, "imitation_updates", "rollout_skip_threshold", "warmup_steps"):
-            require(name, getattr(self, name) >= 0, "must not be negative")
-        ratio = self.collapse_ratio
-        require("collapse_ratio", ratio is None or 0 < ratio < 1, "must lie in (0, 1) or be null")
-        if self.loss == "weighted_flow":
-            for name in ("kl_coef", "entropy_coef"):
-                require(name, getattr(self, name) == 0, "must be 0 with algo.loss weighted_flow, which lacks it")
-            require("target_kl", self.target_kl is None, "must be null with algo.loss weighted_flow")
+        for name in ("kl_coef", "entropy_coef", "target_kl"):
+            if self.loss == "weighted_flow" and getattr(self, name):
+                raise ConfigError(f"algo.{name} has no effect with algo.loss weighted_flow, got {getattr(self, name)}.")
 
     @property
     def demo_reader(self) -> str:  # type: ignore[override]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm, check_source, checker, find_device, own_config
+from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm, check_source, find_device, own_config
 from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate
 from apexrl.algorithms.optimizer import FlatAdam, flatten
 from apexrl.algorithms.replay import ReplayBuffer
@@ -23,6 +24,17 @@ from apexrl.core.observations import leaves
 from apexrl.core.system import distributed
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import ACTION, NEXT_OBSERVATION, OBSERVATION, REWARD, SAMPLE_LOG_PROB
+from apexrl.core.validation import (
+    Count,
+    Fraction,
+    Integer,
+    NonNegative,
+    NonNegativeInteger,
+    Number,
+    Positive,
+    Share,
+    options,
+)
 from apexrl.envs import as_vec_env
 from apexrl.policies import Policy, SACPolicy
 from apexrl.policies.networks import MLPActor, QEnsemble
@@ -32,85 +44,72 @@ MAX_CAPACITY = 10**12
 """Beyond what any machine holds: a typing mistake."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("algo")
 class SACConfig(AlgorithmConfig):
     """Options of SAC."""
 
     name: str = "sac"
     """The algorithm."""
-    num_steps: int = 4
+    num_steps: Count = 4
     """Steps of each environment between updates."""
-    batch_size: int = 256
+    batch_size: Count = 256
     """Transitions of one gradient step."""
-    utd_ratio: float = 1.0
+    utd_ratio: Positive = 1.0
     """Gradient steps for each environment step; below 1 for many environments."""
-    learning_starts: int = 1000
+    learning_starts: NonNegativeInteger = 1000
     """Transitions in the replay buffer before the first gradient step."""
     uniform_start: bool = True
     """Draw actions uniformly within their bounds until then; false lets the policy act as it begins."""
-    buffer_size: int = 1_000_000
+    buffer_size: Annotated[Integer, Field(ge=1, le=MAX_CAPACITY)] = 1_000_000
     """Transitions that are kept; the oldest make room."""
     replay_device: Literal["auto", "cpu"] = "auto"
     """Where they are kept; auto is the policy's device."""
     save_replay: bool = False
     """Save the transitions with every checkpoint, so that a resumed run goes on exactly; large."""
-    priority_exponent: float = 0.0
+    priority_exponent: NonNegative = 0.0
     """Draw transitions by their TD error to this power; 0 draws uniformly."""
-    importance_exponent: float = 0.4
+    importance_exponent: Fraction = 0.4
     """Corrects for the priorities at the start, from 0 (not) to 1 (fully); rises linearly to 1 over training."""
-    n_step: int = 1
+    n_step: Count = 1
     """Rewards in a target before the critics take over."""
-    gamma: float = 0.99
+    gamma: Fraction = 0.99
     """Discount."""
-    tau: float = 0.005
+    tau: Share = 0.005
     """How far the target critics follow the critics at each gradient step."""
-    learning_rate: float = 3e-4
+    learning_rate: Positive = 3e-4
     """Of actor, critics and temperature."""
     schedule: Literal["fixed", "linear"] = "fixed"
     """fixed, or linear: falls to 0 at the end of training."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Weight of the entropy at the start."""
     learn_temperature: bool = True
     """Steer the temperature so that the entropy keeps its target."""
-    target_entropy: float | None = None
+    target_entropy: Number | None = None
     """Of actions scaled to [−1, 1]; null for minus the number of action dimensions."""
-    policy_delay: int = 1
+    policy_delay: Count = 1
     """Gradient steps of the critics for each one of actor and temperature."""
-    num_critics: int = 2
+    num_critics: Count = 2
     """Independent critics; 10 with utd_ratio 20 is REDQ."""
-    target_subset: int = 2
+    target_subset: Count = 2
     """Critics, drawn at random at each gradient step, whose minimum is the target."""
     actor_value: Literal["min", "mean"] = "min"
     """What the actor climbs: the minimum of the critics, or their mean (REDQ, DroQ)."""
     layer_norm: bool = False
     """Normalise the critics' hidden layers (DroQ)."""
-    dropout: float = 0.0
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Share of the critics' hidden units that is dropped; 0.01 with layer_norm is DroQ."""
-    reward_scale: float = 1.0
+    reward_scale: Positive = 1.0
     """Constant factor on rewards, for learning only."""
-    max_grad_norm: float | None = None
+    max_grad_norm: Positive | None = None
     """Gradients are scaled down to this norm; null does not clip."""
-    adam_eps: float = 1e-8
+    adam_eps: Positive = 1e-8
     """Adam's ε."""
 
     def __post_init__(self) -> None:
-        require = checker(self, "algo")
-        for name in ("num_steps", "batch_size", "buffer_size", "n_step", "policy_delay", "num_critics"):
-            require(name, getattr(self, name) >= 1, "must be at least 1")
-        for name in ("utd_ratio", "learning_rate", "temperature", "reward_scale", "adam_eps"):
-            require(name, getattr(self, name) > 0, "must be positive")
-        for name in ("learning_starts", "priority_exponent"):
-            require(name, getattr(self, name) >= 0, "must not be negative")
-        for name in ("gamma", "importance_exponent"):
-            require(name, 0 <= getattr(self, name) <= 1, "must lie in [0, 1]")
-        require("tau", 0 < self.tau <= 1, "must lie in (0, 1]")
-        require("buffer_size", self.buffer_size <= MAX_CAPACITY, f"must be at most {MAX_CAPACITY}")
-        require("dropout", 0 <= self.dropout < 1, "must lie in [0, 1)")
-        rule = f"must lie between 1 and algo.num_critics ({self.num_critics})"
-        require("target_subset", 1 <= self.target_subset <= self.num_critics, rule)
-        require("max_grad_norm", self.max_grad_norm is None or self.max_grad_norm > 0, "must be positive or null")
-        rule = f"must not be above algo.buffer_size ({self.buffer_size})"
-        require("learning_starts", self.learning_starts <= self.buffer_size, rule)
+        for name, limit in (("target_subset", "num_critics"), ("learning_starts", "buffer_size")):
+            value, most = getattr(self, name), getattr(self, limit)
+            if value > most:
+                raise ConfigError(f"algo.{name} must not be above algo.{limit} ({most}), got {value}.")
 
     def num_gradient_steps(self, total_steps: int, num_envs: int) -> int:
         """Return those after the start of learning."""

@@ -42,6 +42,7 @@ positive, seed_number = integer(1), integer(0, 2**32)
 def add_commands(command: AddCommand) -> None:
     """Add every command, in the order of the help."""
     train = command("train", "Train a policy.", "train.run_train")
+    train.usage = "apexrl train [PRESET] [--option VALUE …] [--section.field VALUE …]"
     train.add_argument("--help", "-h", action="store_true", help="the common options, and what the preset sets")
     train.add_argument("--help-all", action="store_true", help="every option")
     train.add_argument("preset", nargs="?", help="a preset (see 'apexrl list') or a YAML file; default lift_ppo")

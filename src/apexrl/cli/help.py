@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from apexrl.algorithms import ALGORITHMS
 from apexrl.cli.common import Overrides
+from apexrl.core.validation import field_help, field_rules
 from apexrl.policies.config import POLICIES, POLICY_KINDS
-from apexrl.run.config import CONFIG_SECTIONS, SECTION_CHOICES, field_help
+from apexrl.run.config import CONFIG_SECTIONS, SECTION_CHOICES
 from apexrl.run.loading import load_config
 from apexrl.run.sources import default_source, read_source
 
@@ -22,14 +22,13 @@ algo.num_steps algo.num_epochs algo.num_minibatches algo.gae_lambda algo.clip_co
 algo.batch_size algo.utd_ratio algo.num_updates algo.num_groups training.eval_interval training.init_from logging.wandb
 """
 """What most users set; of those, the fields that the algorithm and the task have are shown, while there is room."""
-MAX_OPTIONS = 37
+MAX_OPTIONS = 35
 NAME_WIDTH = 44
 _CHOICES: dict[str, Callable[[], list[str]]] = {
     "algo.name": ALGORITHMS.names,
     "policy.kind": lambda: [*POLICY_KINDS, *POLICIES.names()],
 }
 """Fields that name what users may bring along, and what they may name besides."""
-_TYPE_NAMES = {int: "integer", float: "number", bool: "true|false", str: "string", type(None): "null"}
 
 
 def train_help(usage: str, source: str | None, overrides: Overrides, everything: bool) -> str:
@@ -60,12 +59,13 @@ def train_help(usage: str, source: str | None, overrides: Overrides, everything:
 
 
 def _lines(section: str, values: Any, names: Iterable[str]) -> Iterator[str]:
-    texts, kinds = field_help(type(values)), get_type_hints(type(values))
+    texts, rules = field_help(type(values)), field_rules(type(values))
     for name in names:
         shown = f"--{section}.{name} {value_text(getattr(values, name))}"
-        choices = _CHOICES.get(f"{section}.{name}")
-        kind = "|".join([*choices(), "module:Class"]) if choices else type_text(kinds[name])
-        yield f"  {shown:{NAME_WIDTH}}  {kind}. {texts.get(name, '').replace('``', chr(39))}".rstrip()
+        if known := _CHOICES.get(f"{section}.{name}"):
+            rules[name] = f"one of {', '.join([*known(), 'module:Class'])}"
+        text = texts.get(name, "").replace("``", "'")
+        yield f"  {shown:{NAME_WIDTH}}  {text} ({rules[name]})"
 
 
 def value_text(value: Any) -> str:
@@ -75,15 +75,3 @@ def value_text(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return '""' if value == "" else f'"{value}"' if isinstance(value, dict) else str(value)
-
-
-def type_text(kind: Any) -> str:
-    """Return the type of a field, or its choices, as in ``integer or null``."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return "|".join(map(str, inner))
-    if origin in (Union, types.UnionType):
-        return "|".join(map(type_text, inner))
-    if origin is tuple:
-        return f"[{type_text(inner[0])}, ...]"
-    return _TYPE_NAMES.get(kind, "mapping")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 
 class ApexRLError(Exception):
@@ -45,17 +44,6 @@ class ExportError(ApexRLError, RuntimeError):
 
 class FewSamplesWarning(UserWarning):
     """A confidence interval rests on fewer than five samples."""
-
-
-def requirement(config: Any, section: str) -> Callable[[str, bool, str], None]:
-    """Return ``require(name, ok, rule)``, which raises a ConfigError about a field unless the rule is kept."""
-
-    def require(name: str, ok: bool, rule: str) -> None:
-        if not ok:
-            value = getattr(config, name)
-            raise ConfigError(f"{section}.{name} {rule}, got {list(value) if isinstance(value, tuple) else value}.")
-
-    return require
 
 
 def plural(number: int, noun: str) -> str:

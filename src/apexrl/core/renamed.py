@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
-from typing import Any, Self
-
-from apexrl.core.errors import ConfigError
 
 RENAMED = {
     "actor_interval": "policy_delay",
@@ -29,15 +25,3 @@ def renamed(path: str, known: Iterable[str]) -> str:
     section, _, name = path.rpartition(".")
     new = f"{section}.{RENAMED.get(name)}"
     return f"{path} was renamed to {new}." if new in known else ""
-
-
-class NamesFields:
-    """A configuration class that says what an old field is called now."""
-
-    def __new__(cls, *_: Any, **values: Any) -> Self:
-        """Refuse old names."""
-        known = [f"{cls.__name__}.{entry.name}" for entry in fields(cls)]  # type: ignore[arg-type]
-        for name in values:
-            if message := renamed(f"{cls.__name__}.{name}", known):
-                raise ConfigError(message)
-        return super().__new__(cls)

@@ -13,7 +13,8 @@ import yaml
 
 from apexrl.core.errors import ConfigError, did_you_mean
 from apexrl.core.renamed import renamed
-from apexrl.run.config import CONFIG_SECTIONS, Config, as_number, field_paths
+from apexrl.core.validation import as_number, field_rules
+from apexrl.run.config import CONFIG_SECTIONS, Config, field_paths
 from apexrl.run.loading import overridden
 from apexrl.run.sources import parse_yaml, preset_dir, read_source
 
@@ -210,7 +211,7 @@ def _range(name: str, entry: Mapping[str, Any], kind: str) -> Dimension:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(f"space.{name}.{end} must be a finite number, got {entry[end]!r}.")
     has_integers = isinstance(low, int) and isinstance(high, int)
-    is_integer = kind.startswith("int") or (has_integers and not kind.startswith("float"))
+    is_integer = kind.startswith("an integer") or (has_integers and not kind.startswith("a number"))
     if is_integer and (low != int(low) or high != int(high)):
         raise ConfigError(f"space.{name} counts: low and high must be integers, got {low} and {high}.")
     if not low < high:
@@ -224,12 +225,11 @@ def _range(name: str, entry: Mapping[str, Any], kind: str) -> Dimension:
 
 
 def _kind(name: Any) -> str | None:
-    """Return the type of a field, as it is written; an empty text for an option of the task, None for no field."""
+    """Return what a field must be, in words; an empty text for an option of the task, None for no field."""
     section, _, key = str(name).partition(".")
     if section == "task" and key.startswith("kwargs."):
         return ""
-    every = (entry for cls in CONFIG_SECTIONS.get(section, ()) for entry in fields(cls))
-    return next((str(entry.type) for entry in every if entry.name == key), None)
+    return next((rules[key] for rules in map(field_rules, CONFIG_SECTIONS.get(section, ())) if key in rules), None)
 
 
 def _impossible_values(sweep: SweepFile) -> Iterable[str]:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from torch import nn
 
-from apexrl.core.errors import ConfigError, did_you_mean, requirement
+from apexrl.core.errors import ConfigError
 from apexrl.core.plugins import Registry
-from apexrl.core.renamed import NamesFields
+from apexrl.core.validation import Integer, NonNegative, NonNegativeInteger, Number, Positive, options
 from apexrl.policies.networks.mlp import DistributionName
-from apexrl.policies.vla.policy import FREEZABLE
+from apexrl.policies.vla.policy import Freezable
 
 MAX_WIDTH, MAX_VLA_SIZE = 2**20, 2**14
 """Beyond what any machine holds: a typing mistake, better refused than tried."""
+Width = Annotated[Integer, Field(ge=1, le=MAX_WIDTH)]
+Widths = tuple[Width, ...]
+ModelSize = Annotated[Integer, Field(ge=1, le=MAX_VLA_SIZE)]
+Groups = Annotated[tuple[str, ...], Field(min_length=1)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyConfig(NamesFields):
+@options("policy")
+class PolicyConfig:
     """The networks."""
 
     kind: str = "mlp"
@@ -26,44 +31,44 @@ class PolicyConfig(NamesFields):
     actor network or a policy of your own: a registered name or module:Class."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of an actor network or a policy of your own."""
-    hidden_dims: tuple[int, ...] = (64, 64)
+    hidden_dims: Widths = (64, 64)
     """Widths of the hidden layers; of those before the memory for gru."""
-    critic_hidden_dims: tuple[int, ...] | None = None
+    critic_hidden_dims: Widths | None = None
     """Widths of the critic's hidden layers; null for the actor's. For gru only with critic_groups."""
-    rnn_hidden_dim: int = 64
+    rnn_hidden_dim: Width = 64
     """Width of the memory; only for gru."""
     activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = "tanh"
     """Between the layers."""
-    actor_groups: tuple[str, ...] | None = None
+    actor_groups: Groups | None = None
     """Observation groups that the actor sees; null for all but the privileged ones (priv, privileged, critic)."""
-    critic_groups: tuple[str, ...] | None = None
+    critic_groups: Groups | None = None
     """Observation groups that the critic sees; null for all. For gru those beside the memory, null for none."""
     distribution: DistributionName = "auto"
     """auto, gaussian, squashed_gaussian (bounded by tanh) or categorical."""
-    init_std: float = 1.0
+    init_std: Positive = 1.0
     """Standard deviation at the start."""
-    min_std: float = 1e-3
+    min_std: Positive = 1e-3
     """Lower bound of the standard deviation."""
-    max_std: float = 10.0
+    max_std: Positive = 10.0
     """Upper bound of the standard deviation."""
     state_dependent_std: bool = False
     """Let the standard deviation depend on the observation."""
     gsde: bool = False
     """Explore by a random function of the actor's last features (gSDE, Raffin et al. 2021) instead of noise at every
     step; init_std, min_std and max_std are then of its weights, init_std usually 0.05 to 0.4. For mlp and gru."""
-    gsde_interval: int = 4
+    gsde_interval: NonNegativeInteger = 4
     """Steps after which gSDE draws another function, usually 4 to 64; 0 draws one an episode."""
     normalize_obs: bool = False
     """Normalise observations by running statistics."""
-    history: int = 24
+    history: Width = 24
     """Frames that the task stacks in its observation group policy; only for roa."""
     history_kind: Literal["mlp", "conv", "gru"] = "mlp"
     """How the adaptation module reads them; only for roa."""
-    latent_dim: int = 8
+    latent_dim: Width = 8
     """Width of the privileged feature; only for roa."""
-    encoder_dims: tuple[int, ...] = (64,)
+    encoder_dims: Widths = (64,)
     """Widths of the hidden layers of the privileged encoder; only for roa."""
-    adapt_dims: tuple[int, ...] = (128, 64)
+    adapt_dims: Widths = (128, 64)
     """Widths of the hidden layers of the adaptation module; only for roa."""
 
     @property
@@ -89,18 +94,11 @@ class PolicyConfig(NamesFields):
         return {"hidden_dims": widths, "activation": self.activation, "groups": self.critic_groups}
 
     def __post_init__(self) -> None:
-        require = requirement(self, "policy")
-        for name in ("hidden_dims", "critic_hidden_dims", "encoder_dims", "adapt_dims"):
-            widths = getattr(self, name) or ()
-            require(name, min(widths, default=1) >= 1, "must hold positive widths")
-            require(name, max(widths, default=1) <= MAX_WIDTH, f"must hold widths of at most {MAX_WIDTH}")
-        for name in ("actor_groups", "critic_groups"):
-            require(name, getattr(self, name) != (), "must name at least one group or be null")
-        for name in ("rnn_hidden_dim", "history", "latent_dim"):
-            require(name, 1 <= getattr(self, name) <= MAX_WIDTH, f"must be at least 1 and at most {MAX_WIDTH}")
-        between = f"must lie between policy.min_std ({self.min_std}, above 0) and policy.max_std ({self.max_std})"
-        require("init_std", 0 < self.min_std <= self.init_std <= self.max_std, between)
-        require("gsde_interval", self.gsde_interval >= 0, "must not be negative")
+        if not self.min_std <= self.init_std <= self.max_std:
+            raise ConfigError(
+                f"policy.init_std must lie between policy.min_std ({self.min_std}) and policy.max_std "
+                f"({self.max_std}), got {self.init_std}."
+            )
         if self.gsde and self.kind == "roa":
             raise ConfigError("policy.gsde needs policy.kind mlp or gru, got roa.")
         if self.kind == "gru" and self.critic_hidden_dims is not None and self.critic_groups is None:
@@ -110,56 +108,41 @@ class PolicyConfig(NamesFields):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class VLAConfig(NamesFields):
+@options("policy")
+class VLAConfig:
     """A vision-language-action model, for rloo, bc and ppo, which adds a value head; chosen by ``policy.kind`` vla."""
 
     kind: Literal["vla"] = "vla"
     """vla: camera pictures, state and instruction in, a chunk of actions out."""
     size: Literal["tiny", "small", "base", "large"] = "tiny"
     """About 1, 15, 100 or 300 million parameters."""
-    width: int | None = None
+    width: ModelSize | None = None
     """Of the prefix's transformer; null for that of the size."""
-    depth: int | None = None
+    depth: ModelSize | None = None
     """Layers; null for those of the size."""
-    num_heads: int | None = None
+    num_heads: ModelSize | None = None
     """Attention heads; null for those of the size."""
     head: Literal["likelihood", "flow"] = "likelihood"
     """likelihood: a distribution over chunks; flow: chunks are denoised by flow matching."""
     distribution: Literal["gaussian", "laplace"] = "gaussian"
     """Of chunks; only for likelihood."""
-    init_std: float = 0.6
+    init_std: Annotated[Number, Field(ge=0.01, le=2)] = 0.6
     """Scale of that distribution at the start, on normalised actions; only for likelihood."""
     learn_std: bool = True
     """Learn that scale, for each dimension of an action; only for likelihood."""
-    denoising_steps: int = 5
+    denoising_steps: ModelSize = 5
     """Only for flow."""
     noise: Literal["every_step", "last_step"] = "every_step"
     """Where sampling adds noise, so that chunks have likelihoods; only for flow. What last_step explores is what
     the likelihood is of: better for reinforcement learning from a few demonstrations, with few denoising_steps."""
-    noise_level: float = 0.5
-    """Size of that noise; with last_step its standard deviation, on normalised actions; only for flow."""
-    guidance: float = 1.0
+    noise_level: Positive = 0.5
+    """ModelSize of that noise; with last_step its standard deviation, on normalised actions; only for flow."""
+    guidance: NonNegative = 1.0
     """Classifier-free guidance at inference; 1 is the conditional field alone; only for flow."""
-    lora_rank: int = 0
+    lora_rank: Annotated[Integer, Field(ge=0, le=MAX_VLA_SIZE)] = 0
     """Train low-rank additions of this rank instead of the weights; 0 trains the weights."""
-    freeze: tuple[str, ...] = ()
+    freeze: tuple[Freezable, ...] = ()
     """Parts that are not trained: any of vision, text, state, prefix, expert."""
-
-    def __post_init__(self) -> None:
-        require, most = requirement(self, "policy"), f"at most {MAX_VLA_SIZE}"
-        for name in ("width", "depth", "num_heads"):
-            value = getattr(self, name)
-            require(name, value is None or 1 <= value <= MAX_VLA_SIZE, f"must be null, or at least 1 and {most}")
-        require("lora_rank", 0 <= self.lora_rank <= MAX_VLA_SIZE, f"must be at least 0 and {most}")
-        require("init_std", 0.01 <= self.init_std <= 2.0, "must lie between 0.01 and 2.0 for a vla")
-        require("denoising_steps", 1 <= self.denoising_steps <= MAX_VLA_SIZE, f"must be at least 1 and {most}")
-        require("noise_level", self.noise_level > 0, "must be positive")
-        require("guidance", self.guidance >= 0, "must not be negative")
-        for name in self.freeze:
-            if name not in FREEZABLE:
-                hint = did_you_mean(name, FREEZABLE)
-                raise ConfigError(f"policy.freeze must hold names of {', '.join(FREEZABLE)}, got '{name}'.{hint}")
 
 
 POLICIES: Registry[type[nn.Module]] = Registry(

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import math
-import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 from apexrl.agent.trainer import TrainingConfig
 from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig
 from apexrl.core import plugins
 from apexrl.core.errors import ConfigError, did_you_mean
 from apexrl.core.renamed import renamed
+from apexrl.core.validation import create
 from apexrl.policies.config import POLICY_KINDS, PolicyConfig, VLAConfig
 from apexrl.run.sections import FeaturesConfig, LoggingConfig
 from apexrl.run.sources import nearest_option
@@ -157,62 +152,25 @@ def field_paths() -> list[str]:
     return list(dict.fromkeys(f"{section}.{entry.name}" for section, entry in every))
 
 
-def field_help(section: type) -> dict[str, str]:
-    """Return the sentence below each field of a configuration class, inherited ones first."""
-    found: dict[str, str] = {}
-    for cls in filter(is_dataclass, reversed(section.__mro__)):
-        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for statement, following in zip(body.body, body.body[1:], strict=False):
-            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
-                found[statement.target.id] = " ".join(str(following.value.value).split())  # type: ignore[attr-defined]
-    return found
-
-
 def _section(name: str, values: dict[str, Any], problems: list[str]) -> Any:
     try:
         section = section_class(name, values)
     except ConfigError as error:
         problems.append(str(error))
         return None
-    known = {entry.name: str(entry.type) for entry in fields(section)}
-    checked: dict[str, Any] = {}
-    for key, value in values.items():
-        if key not in known:
-            which = f" {SECTION_CHOICES[section]}" if section in SECTION_CHOICES else ""
-            problems.append(
-                renamed(f"{name}.{key}", [f"{name}.{field}" for field in known])
-                or f"Unknown field '{name}.{key}'; fields{which} are {', '.join(known)}.{did_you_mean(str(key), known)}"
-            )
-        elif known[key].startswith(("int", "float")):
-            checked[key] = number = as_number(value)
-            if isinstance(number, bool) or (isinstance(number, float) and not math.isfinite(number)):
-                problems.append(f"{name}.{key} must be a finite number, got {value!r}.")
-        else:
-            checked[key] = value
+    known = [entry.name for entry in fields(section)]
+    unknown = [key for key in values if key not in known]
+    for key in unknown:
+        which = f" {SECTION_CHOICES[section]}" if section in SECTION_CHOICES else ""
+        problems.append(
+            renamed(f"{name}.{key}", [f"{name}.{field}" for field in known])
+            or f"Unknown field '{name}.{key}'; fields{which} are {', '.join(known)}.{did_you_mean(str(key), known)}"
+        )
     try:
-        return TypeAdapter(section).validate_python(checked)
-    except ValidationError as error:
-        problems += [_problem(name, entry) for entry in error.errors()]
+        return create(name, section, {key: value for key, value in values.items() if key not in unknown})
+    except ConfigError as error:
+        problems += str(error).splitlines()
         return None
-
-
-def as_number(value: Any) -> Any:
-    """Read text such as 1e6, which YAML does not take for a number."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _problem(section: str, entry: Any) -> str:
-    cause = entry.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):
-        return str(cause)
-    path = ".".join(str(part) for part in (section, *entry["loc"]))
-    text = (entry["msg"][0].lower() + entry["msg"][1:]).replace("valid tuple", "list, such as [64, 64]")
-    return f"{path}: {text}, got {entry['input']!r}."
 
 
 OPEN_FIELDS = (["task", "kwargs"], ["task", "metrics"], ["policy", "kwargs"])

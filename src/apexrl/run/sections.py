@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from apexrl.core.errors import requirement
-from apexrl.core.renamed import NamesFields
+from apexrl.core.validation import Count, NonNegativeInteger, options
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("logging")
 class LoggingConfig:
     """Where numbers go; metrics.jsonl is always written."""
 
-    log_interval: int = 1
+    log_interval: Count = 1
     """Iterations between logged ones; the first and the last are always logged."""
     tensorboard: bool = True
     """Write TensorBoard events."""
@@ -23,17 +21,12 @@ class LoggingConfig:
     """Weights & Biases project."""
     reward_components: bool = True
     """Log what the task declares besides success and failure."""
-    log_freq: int = 0
+    log_freq: NonNegativeInteger = 0
     """Iterations between evaluations over all tasks of a suite; 0 leaves it to training.eval_interval."""
 
-    def __post_init__(self) -> None:
-        require = requirement(self, "logging")
-        require("log_interval", self.log_interval >= 1, "must be at least 1")
-        require("log_freq", self.log_freq >= 0, "must not be negative")
 
-
-@dataclass(frozen=True, kw_only=True)
-class FeaturesConfig(NamesFields):
+@options("features")
+class FeaturesConfig:
     """Extras that can be switched."""
 
     save_step_csv: bool = False

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from tensordict import TensorDict
 
 from apexrl.agent import Trainer, checkpoint
@@ -26,11 +27,11 @@ from apexrl.collectors import (
 from apexrl.collectors.demonstrations.record import Recorded, record_demos
 from apexrl.collectors.demonstrations.samples import SUFFIX, load_demos
 from apexrl.collectors.init_states import read_statistics
-from apexrl.core.errors import ConfigError, EnvError, ExportError, plural, requirement
-from apexrl.core.renamed import NamesFields
+from apexrl.core.errors import ConfigError, EnvError, ExportError, plural
 from apexrl.core.system import distributed
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.system.files import read_json_lines, write_json
+from apexrl.core.validation import Count, Integer, NonNegativeInteger, Positive, options
 from apexrl.envs.mujoco.simulation import num_cores
 from apexrl.envs.suites import TaskSuite, make_suite
 from apexrl.envs.suites.env import SuiteVecEnv
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 MAX_SUITE_SIZE = 4096
 """Beyond what any machine holds: a typing mistake, better refused than tried."""
+SuiteSize = Annotated[Integer, Field(ge=1, le=MAX_SUITE_SIZE)]
 METRICS_FILE, FINAL_RESULTS, ROLLOUT_STATS = "metrics.json", "final_training_results.json", "rollout_stats.json"
 FIRST_ROLLOUT_STATS = ".rollout_stats_at_start.json"
 """What was known of the init states when the run began."""
@@ -48,8 +50,8 @@ DEMOS, IMITATION = "demos", "imitation"
 """Directories of a run: demonstrations that it recorded itself, and the imitation of them before its first rollout."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SuiteConfig(NamesFields):
+@options("task")
+class SuiteConfig:
     """A suite of language-conditioned tasks to train on, for rloo and bc; chosen by ``task.benchmark_name``."""
 
     collectors: ClassVar[Mapping[str, tuple[str, ...]]] = {"groups": ("sync", "async"), "demonstrations": ("sync",)}
@@ -58,11 +60,11 @@ class SuiteConfig(NamesFields):
     """mt10, mt50, metaworld, metaworld:TASK, or libero_spatial, libero_object, libero_goal, libero_10, libero_90."""
     task_names_to_use: tuple[str, ...] | None = ()
     """Tasks of the suite; empty or null for all."""
-    num_parallel_envs: int = 8
+    num_parallel_envs: SuiteSize = 8
     """Episodes that run side by side, with one inference for all."""
-    num_workers: int | None = None
+    num_workers: NonNegativeInteger | None = None
     """Processes that simulate; null: one per core (one per episode when rendering); 0 simulates here."""
-    max_cached_envs: int | None = None
+    max_cached_envs: SuiteSize | None = None
     """Simulators that a process keeps, one per task; beyond that the least recently used one is closed; null for 64.
     When rendering, of all processes together, at least one for each episode that runs; null for 4."""
     random_init: bool = False
@@ -70,37 +72,32 @@ class SuiteConfig(NamesFields):
     use; evaluation keeps its own."""
     reuse_envs: bool = True
     """Keep the simulators of training for the next batch; false creates those of every batch again."""
-    max_episode_length: int | None = None
+    max_episode_length: Count | None = None
     """Control steps of an episode; null for the suite's own."""
-    chunk_size: int = 5
+    chunk_size: SuiteSize = 5
     """Actions that the policy gives at once."""
     cameras: tuple[str, ...] = ()
     """Images that the policy sees, such as corner2 (Meta-World), or agentview and eye_in_hand (LIBERO)."""
-    image_size: int = 64
+    image_size: SuiteSize = 64
     """Width and height of the images in pixels."""
     privileged: bool = True
     """Let the state hold the places of objects and goal where the suite knows them; false: proprioception only."""
-    step_timeout: float = 120.0
+    step_timeout: Positive = 120.0
     """Seconds after which a simulator that does not answer is replaced and its episode discarded."""
     demos: str = ""
     """Directory of demonstrations that ``apexrl demos`` made, or one file, whose task alone is then imitated; for bc,
     and for rloo with imitation_updates or imitation_coef."""
-    num_demos: int = 0
+    num_demos: NonNegativeInteger = 0
     """Demonstrations of each task that a run records itself with the suite's scripted experts, into demos in the run
     directory, where task.demos is empty; usually 1 to 50, more make imitation better; 0 records none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "task_names_to_use", self.task_names_to_use or ())
-        require, most, length = requirement(self, "task"), self.num_parallel_envs, self.max_episode_length
-        for name in ("num_parallel_envs", "max_cached_envs", "chunk_size", "image_size"):
-            value = getattr(self, name)
-            fits = value is None or 1 <= value <= MAX_SUITE_SIZE
-            require(name, fits, f"must be at least 1 and at most {MAX_SUITE_SIZE}")
-        require("max_episode_length", length is None or length >= 1, "must be at least 1 or null")
-        workers = f"must be null or lie between 0 and task.num_parallel_envs ({most})"
-        require("num_workers", self.num_workers is None or 0 <= self.num_workers <= most, workers)
-        require("num_demos", self.num_demos >= 0, "must not be negative")
-        require("step_timeout", self.step_timeout > 0, "must be positive")
+        if self.num_workers is not None and self.num_workers > self.num_parallel_envs:
+            raise ConfigError(
+                f"task.num_workers must be null or lie between 0 and task.num_parallel_envs "
+                f"({self.num_parallel_envs}), got {self.num_workers}."
+            )
 
     @property
     def id(self) -> str:

@@ -6,23 +6,25 @@ Both kinds answer the same questions: the methods of ``TaskConfig`` are those of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
 
 import torch
+from pydantic import Field
 
 from apexrl.agent import Trainer
 from apexrl.agent.loggers import Logger
 from apexrl.agent.schedule import env_seed
 from apexrl.algorithms import BaseAlgorithm
 from apexrl.collectors import AsyncCollector, BaseCollector, RayCollector, SyncCollector
-from apexrl.core.errors import ApexRLError, ConfigError, EnvError, did_you_mean, requirement
+from apexrl.core.errors import ApexRLError, ConfigError, EnvError, did_you_mean
 from apexrl.core.metrics import MetricSpec, Reduce
 from apexrl.core.plugins import require_trust
 from apexrl.core.system import distributed
 from apexrl.core.system.acceleration import Acceleration
+from apexrl.core.validation import Integer, NonNegativeInteger, options
 from apexrl.envs import VecEnv, make_env
 from apexrl.envs.suites import TaskSuite
 from apexrl.envs.suites.env import SuiteVecEnv
@@ -34,7 +36,7 @@ MAX_NUM_ENVS = 2**24
 """Beyond what any machine holds: a typing mistake, better refused than tried."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("task")
 class TaskConfig:
     """What is trained on."""
 
@@ -45,9 +47,9 @@ class TaskConfig:
 
     id: str = "lift"
     """A task that ships with the package or of another simulator (see ``apexrl list``), or a Gymnasium id."""
-    num_envs: int = 64
+    num_envs: Annotated[Integer, Field(ge=1, le=MAX_NUM_ENVS)] = 64
     """Environments stepped together."""
-    num_workers: int = 0
+    num_workers: NonNegativeInteger = 0
     """Processes that step Gymnasium environments; 0 steps them here, faster unless a step takes a millisecond."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the task itself."""
@@ -67,11 +69,10 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         _ = self.metric_specs  # refuses what cannot be declared
-        require = requirement(self, "task")
-        require("num_envs", self.num_envs >= 1, "must be at least 1")
-        require("num_envs", self.num_envs <= MAX_NUM_ENVS, f"must be at most {MAX_NUM_ENVS}")
-        workers = f"must lie between 0 and task.num_envs ({self.num_envs})"
-        require("num_workers", 0 <= self.num_workers <= self.num_envs, workers)
+        if self.num_workers > self.num_envs:
+            raise ConfigError(
+                f"task.num_workers must lie between 0 and task.num_envs ({self.num_envs}), got {self.num_workers}."
+            )
         for name, value in self.kwargs.items():
             if not _is_plain(value):
                 raise ConfigError(

@@ -543,7 +543,7 @@ def test_compiled_updates_equal_eager_ones_in_both_phases() -> None:
         ("train_share", 1.5, ("(0, 1]",)),
         ("ema_tau", 1.1, ("(0, 1]",)),
         ("encoder_penalty", -0.1, ()),
-        ("phase", "fintune", ("['both', 'train', 'finetune']", "Did you mean 'finetune'")),
+        ("phase", "fintune", ("both, train, finetune", "Did you mean 'finetune'")),
         ("clip_coef", 2.0, ("(0, 1)",)),
         ("adapt_epochs", 1.5, ()),
     ],

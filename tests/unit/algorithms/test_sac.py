@@ -595,11 +595,11 @@ def test_the_actor_begins_as_linear_layers_do_with_the_deviation_asked_for() -> 
      ("policy_delay", 0, (1,)), ("num_critics", 0, (1,)), ("utd_ratio", 0.0, ()), ("learning_rate", -1.0, ()),
      ("temperature", 0.0, ()), ("reward_scale", 0.0, ()), ("adam_eps", 0.0, ()), ("max_grad_norm", 0.0, ("null",)),
      ("learning_starts", -1, ()), ("learning_starts", 1_000_001, ("algo.buffer_size",)),
-     ("priority_exponent", -0.1, ()), ("importance_exponent", 1.1, ("[0, 1]",)), ("gamma", 1.1, ("[0, 1]",)),
-     ("tau", 0.0, ("(0, 1]",)), ("dropout", 1.0, ("[0, 1)",)), ("target_subset", 3, (1, "algo.num_critics", 2)),
-     ("target_subset", 0, (1, "algo.num_critics", 2)), ("actor_value", "max", ("'min'", "'mean'")),
-     ("replay_device", "cuda", ("'auto'", "'cpu'")), ("schedule", "adaptive", ("'fixed'", "'linear'")),
-     ("save_replay", 1, ("true", "false")), ("learn_temperature", None, ("true", "false")),
+     ("priority_exponent", -0.1, ()), ("importance_exponent", 1.1, (0, 1)), ("gamma", 1.1, (0, 1)),
+     ("tau", 0.0, ("(0, 1]",)), ("dropout", 1.0, ("[0, 1)",)), ("target_subset", 3, ("algo.num_critics", 2)),
+     ("target_subset", 0, (1,)), ("actor_value", "max", ("min", "mean")),
+     ("replay_device", "cuda", ("auto", "cpu")), ("schedule", "adaptive", ("fixed", "linear")),
+     ("save_replay", 2, ("true", "false")), ("learn_temperature", None, ("true", "false")),
      ("layer_norm", 2, ("true", "false")), ("target_entropy", "a", ("null",)), ("batch_size", 2.5, ())],
 )  # fmt: skip
 def test_impossible_options_are_refused(field: str, value: Any, allowed: tuple[object, ...]) -> None:

@@ -110,7 +110,7 @@ SPACE = "algo.learning_rate"
         ({"space": {"algo.clip": {"low": 0.1, "high": 0.3}}}, ["algo.clip was renamed to algo.clip_coef."]),
         ({"space": {"training.seed": {"low": 0, "high": 3}}}, ["space.training.seed must not be searched", "seeds"]),
         ({"overrides": {"algo.lerning_rate": 1}}, ["'--algo.lerning_rate'", "Did you mean '--algo.learning_rate'?"]),
-        ({"overrides": {"algo.clip_coef": 3}}, ["algo.clip_coef must lie in (0, 1), got 3"]),
+        ({"overrides": {"algo.clip_coef": 3}}, ["algo.clip_coef must be a number in (0, 1), got 3"]),
         ({"overrides": 3}, ["overrides must hold fields and values, got 3"]),
         ({"overrides": {"training.final_eval_episodes": 0}}, ["final_eval_episodes must be at least 1, got 0"]),
         (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import gymnasium as gym
 import numpy as np
@@ -31,7 +31,8 @@ HEAD_OPTIONS = {
     "flow": ("denoising_steps", "noise", "noise_level", "guidance"),
 }
 """The fields of a ``VLAConfig`` that one head alone reads."""
-FREEZABLE = ("vision", "text", "state", "prefix", "expert")
+Freezable = Literal["vision", "text", "state", "prefix", "expert"]
+FREEZABLE = get_args(Freezable)
 
 
 class VLAPolicy(Policy):
