@@ -17,12 +17,14 @@ import yaml
 from tests.doc_files import write_files
 from tests.refusals import refused
 
+from apexrl import ActorCritic, Trainer, make_env
 from apexrl.algorithms import ALGORITHMS
 from apexrl.cli import main
 from apexrl.core import plugins
-from apexrl.core.errors import ConfigError
+from apexrl.core.errors import CheckpointError, ConfigError
 from apexrl.envs.tasks import TASKS
 from apexrl.policies.config import POLICIES
+from apexrl.run.trained_policy import load_trained
 
 SMALL = ["--task.num_envs", "2", "--training.total_timesteps", "64", "--training.final_eval_episodes", "2"]
 SMALL += ["--features.save_video", "false", "--features.save_plot", "false", "--logging.tensorboard", "false"]
@@ -242,3 +244,18 @@ def test_a_run_from_elsewhere_runs_none_of_its_code(tmp_path: Path, capsys: pyte
     assert in_own_process("report", "run").startswith("0: ")
     assert main(["plot", "run"]) == 0
     assert not Path("was_imported").exists()
+
+
+def test_a_checkpoint_from_python_with_own_classes_needs_the_same_trust(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    nets, algos = plugins.import_module("my_nets"), plugins.import_module("my_algos")
+    env = make_env("my_envs:Reach", 2)
+    policy = ActorCritic.for_env(env, actor_class=nets.MyActor, actor_cfg={"width": 8})
+    path = Trainer(env, policy, algos.A2C(policy)).save_checkpoint(tmp_path / "model.pt")
+    forget()
+    with refused(CheckpointError, "my_envs:Reach", "--allow-imports", "load_checkpoint"):
+        load_trained(path)
+    with plugins.imports_allowed():
+        trained = load_trained(path)
+    assert trained.config.algo.name == "my_algos:A2C"
+    assert type(trained.policy.actor).__module__ == "my_nets"

@@ -67,7 +67,7 @@ def write_recipe(
         "env": type(getattr(env, "simulator", env)).__name__,
         "task": None if task is None else {**_by_name(task), "num_envs": env.num_envs},
         "algorithm": _by_name(type(algorithm)),
-        "algo": _by_name(asdict(cfg)) if is_own and cfg is not None else {},
+        "algo": _by_name({**asdict(cfg), **({} if is_own else {"name": _reference(type(algorithm))})}) if cfg else {},
         "training": _by_name(asdict(training)),
         "logging": _by_name(logging),
         "features": {

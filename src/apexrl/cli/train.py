@@ -49,7 +49,7 @@ def run_train(options: argparse.Namespace, overrides: Overrides) -> int:
             field = "num_train_steps" if trainer.cfg.num_train_steps else "total_timesteps"
             console.message(
                 f"This run is finished: training.{field} is {getattr(trainer.cfg, field):,}. To train longer: "
-                f"apexrl train --resume {run_dir} --training.{field} {2 * getattr(trainer.cfg, field)}"
+                f"apexrl train --resume {run_dir}{plugins.flag()} --training.{field} {2 * getattr(trainer.cfg, field)}"
             )
     else:
         config, name = _new_config(source, overrides, console.message)
