@@ -253,7 +253,7 @@ def test_a_checkpoint_from_python_with_own_classes_needs_the_same_trust(tmp_path
     policy = ActorCritic.for_env(env, actor_class=nets.MyActor, actor_cfg={"width": 8})
     path = Trainer(env, policy, algos.A2C(policy)).save_checkpoint(tmp_path / "model.pt")
     forget()
-    with refused(CheckpointError, "my_envs:Reach", "--allow-imports", "load_checkpoint"):
+    with refused(CheckpointError, "my_algos:A2C", "--allow-imports", "load_checkpoint"):
         load_trained(path)
     with plugins.imports_allowed():
         trained = load_trained(path)
