@@ -22,9 +22,9 @@ OPTIONAL = {"h5py", "mujoco", "optuna", "plotly", "jinja2", "ray", "wandb", "onn
 COMMANDS = (
     "--help",
     "list",
-    "train cartpole_ppo --training.total_timesteps 20000 --run-dir runs/first",
+    "train lift_ppo --training.total_timesteps 20000 --training.final_eval_episodes 5 --run-dir runs/first",
     "train --resume runs/first --training.total_timesteps 30000",
-    "eval runs/first --episodes 4",
+    "eval runs/first --episodes 5",
     "play runs/first",
     "plot runs/first",
     "export runs/first --format torchscript",
