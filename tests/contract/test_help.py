@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 import apexrl
+from apexrl.cli.help import COMMON
 from apexrl.cli.main import main
+from apexrl.core.validation import field_help
 from apexrl.run import directory as run
 from apexrl.run.config import Config
 from apexrl.run.sources import default_source, preset_names
@@ -118,6 +120,16 @@ def test_the_help_has_types_choices_and_the_values_that_are_given(capsys: pytest
     assert "integer" in line("training.seed 0")
     assert line("algo.max_grad_norm 0.7")
     assert "a list of integers" in line('policy.hidden_dims "[64, 64]"')
+
+
+@pytest.mark.parametrize("preset", ["lift_ppo", "halfcheetah_sac"])
+def test_the_common_options_say_their_usual_range(preset: str) -> None:
+    config = apexrl.load_config(preset)
+    for section, name in (path.split(".") for path in COMMON.split()):
+        own = getattr(config, section)
+        texts = field_help(type(own))
+        if name in texts and name != "seed" and isinstance(getattr(own, name), int | float | tuple):
+            assert "usually" in texts[name], name
 
 
 # What a wrong option is answered with

@@ -20,7 +20,7 @@ from apexrl.algorithms import ALGORITHMS
 from apexrl.collectors.demonstrations import record as demos
 from apexrl.core import plugins
 from apexrl.core.errors import ApexRLError
-from apexrl.core.validation import field_help
+from apexrl.core.validation import field_help, field_rules
 from apexrl.experiments import jobs, plots, report
 from apexrl.run import directory as run
 from apexrl.run import sources, trained_policy
@@ -257,17 +257,25 @@ def test_a_translation_has_the_code_the_commands_and_the_links_of_its_original(p
 
 
 def field_table() -> str:
-    """The table of every configuration field, from its default and the sentence below it."""
-    lines = ["| field | default | meaning |", "|---|---|---|"]
+    """A table for each section, with the default, the type and the sentence of every field."""
+    lines = []
     for section, cls in ((section, cls) for section, classes in CONFIG_SECTIONS.items() for cls in classes):
-        texts, defaults = field_help(cls), cls()
-        which = f" ({SECTION_CHOICES[cls].partition('--')[2]})" if len(CONFIG_SECTIONS[section]) > 1 else ""
+        texts, rules, defaults = field_help(cls), field_rules(cls), cls()
+        which = f" {SECTION_CHOICES[cls].replace('--', '')}" if len(CONFIG_SECTIONS[section]) > 1 else ""
+        lines += [
+            "",
+            f"### Section {section}{which}",
+            "",
+            "| field | default | type or choices | meaning |",
+            "|---|---|---|---|",
+        ]
         for entry in fields(cls):
             value = getattr(defaults, entry.name)
             shown = "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
             meaning = texts[entry.name].replace("``", "`").replace("|", "\\|")
-            lines.append(f"| `{section}.{entry.name}`{which} | `{shown}` | {meaning} |")
-    return "\n".join(lines)
+            kind = rules[entry.name].removeprefix("an ").removeprefix("a ")
+            lines.append(f"| `{section}.{entry.name}` | `{shown}` | {kind} | {meaning} |")
+    return "\n".join([*lines[1:], ""])
 
 
 def with_field_table(text: str) -> str:

@@ -35,13 +35,13 @@ class BCConfig(AlgorithmConfig):
     name: str = "bc"
     """The algorithm."""
     num_updates: Count = 1500
-    """Gradient steps of a fit."""
+    """Gradient steps of a fit. More fit the demonstrations better, too many overfit; usually 500 to 20,000."""
     batch_size: Count = 128
-    """Samples of one gradient step, drawn with replacement."""
+    """Samples of one gradient step, drawn with replacement. Larger is steadier but slower; usually 64 to 512."""
     micro_batch_size: Count | None = None
     """Samples of one forward and backward pass at most, whose gradients are summed; null takes all at once."""
     learning_rate: Positive = 1e-3
-    """Adam's step size, at the start."""
+    """Adam's step size, at the start. Larger learns faster but may diverge; usually 1e-4 to 1e-3."""
     schedule: Literal["fixed", "linear"] = "fixed"
     """fixed, or linear: falls to 0 at the end of a fit."""
     weight_decay: NonNegative = 0.0

@@ -63,31 +63,37 @@ class PPOConfig(AlgorithmConfig):
     name: str = "ppo"
     """The algorithm."""
     num_steps: Count = 32
-    """Steps of each environment in one rollout."""
+    """Steps of each environment in one rollout. More give better advantages and fewer updates; usually 16 to 64 with
+    many environments, 512 to 2048 with few."""
     num_epochs: Count = 5
-    """Passes over each rollout."""
+    """Passes over each rollout. More learn faster from the same data, but less stably; usually 3 to 10."""
     num_minibatches: Count = 4
-    """Parts into which each pass splits the rollout."""
+    """Parts into which each pass splits the rollout. More take more, noisier gradient steps; usually 4 to 32."""
     learning_rate: Positive = 3e-4
-    """Adam's step size, at the start."""
+    """Adam's step size, at the start. Larger learns faster but may diverge, smaller is slower but safer; usually
+    1e-4 to 1e-3."""
     schedule: Literal["fixed", "linear", "adaptive"] = "fixed"
-    """fixed; linear: falls to 0 at the end of training; adaptive: follows desired_kl after each minibatch."""
+    """fixed; linear: falls to 0 at the end of training, for a better final policy; adaptive: follows desired_kl
+    after each minibatch, usual for many environments."""
     desired_kl: Positive = 0.01
     """KL divergence that the adaptive schedule aims at."""
     target_kl: Positive | None = None
-    """Skips the rest of an update once a minibatch's KL divergence exceeds 1.5 times this; null never does."""
+    """Skips the rest of an update once a minibatch's KL divergence exceeds 1.5 times this. Smaller stops earlier;
+    usually 0.01 to 0.05; null never does."""
     gamma: Fraction = 0.99
-    """Discount per step."""
+    """Discount per step. Larger looks further ahead, 1 / (1 - gamma) steps, but is noisier; usually 0.9 to 0.999."""
     gae_lambda: Fraction = 0.95
-    """Trace decay λ of generalised advantage estimation."""
+    """Trace decay λ of generalised advantage estimation. Larger trusts the value function less: less bias, more
+    variance; usually 0.9 to 0.98."""
     clip_coef: ProperFraction = 0.2
-    """Clipping range of the probability ratio."""
+    """Clipping range of the probability ratio. Larger lets each update change the policy more, smaller is more
+    stable; usually 0.1 to 0.3."""
     value_clip_coef: Positive | None = None
     """Clipping range of the value function around its old output; null does not clip."""
     value_coef: NonNegative = 0.5
-    """Weight of the value loss."""
+    """Weight of the value loss. Matters where actor and critic share parameters; usually 0.25 to 1."""
     entropy_coef: NonNegative = 0.001
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus. Larger explores more and longer, too large stays random; usually 0 to 0.01."""
     std_schedule: Literal["learned", "capped", "imposed"] = "learned"
     """learned: σ is a parameter like others; capped: at most σ̄ after each update, which falls by equal ratios from
     policy.init_std to final_std at the end of training; imposed: σ̄ after each update."""

@@ -68,7 +68,7 @@ class RLOOConfig(AlgorithmConfig):
     rloo_batch_size: Annotated[Integer, Field(ge=2)] = 8
     """Rollouts from one initial state: a group."""
     num_groups: Count = 12
-    """Groups wanted in a batch."""
+    """Groups wanted in a batch. More give steadier but slower updates; usually 8 to 128."""
     baseline: Literal["group", "batch"] = "group"
     """What an episode is compared with: the others of its group, or all others of the batch."""
     normalize_advantage: Literal["none", "group", "batch"] = "none"
@@ -76,7 +76,7 @@ class RLOOConfig(AlgorithmConfig):
     loss: Literal["policy_gradient", "weighted_flow"] = "policy_gradient"
     """policy_gradient: clipped ratio; weighted_flow: advantage-conditioned flow matching, for flow heads."""
     num_epochs: Count = 5
-    """Passes over each batch."""
+    """Passes over each batch. More learn faster from the same episodes, but less stably; usually 1 to 6."""
     num_minibatches: Count = 4
     """Parts into which each pass splits the chunks of the batch."""
     minibatch_size: Count | None = None
@@ -84,7 +84,7 @@ class RLOOConfig(AlgorithmConfig):
     micro_batch_size: Count | None = None
     """Chunks of one forward and backward pass at most, whose gradients are summed; null takes a minibatch at once."""
     learning_rate: Positive = 3e-4
-    """Adam's step size, at the start."""
+    """Adam's step size, at the start. Larger learns faster but may forget what was imitated; usually 1e-5 to 5e-4."""
     schedule: Literal["fixed", "linear"] = "fixed"
     """fixed, or linear: falls to 0 at the end of training."""
     warmup_steps: NonNegativeInteger = 0

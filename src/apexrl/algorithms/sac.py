@@ -51,13 +51,15 @@ class SACConfig(AlgorithmConfig):
     name: str = "sac"
     """The algorithm."""
     num_steps: Count = 4
-    """Steps of each environment between updates."""
+    """Steps of each environment between updates. More collect longer with an older policy; usually 1 to 8."""
     batch_size: Count = 256
-    """Transitions of one gradient step."""
+    """Transitions of one gradient step. Larger is steadier but slower; usually 128 to 1024."""
     utd_ratio: Positive = 1.0
-    """Gradient steps for each environment step; below 1 for many environments."""
+    """Gradient steps for each environment step. Larger learns from fewer steps but takes longer and may overfit (see
+    num_critics, dropout); usually 0.25 to 4, below 1 for many environments."""
     learning_starts: NonNegativeInteger = 1000
-    """Transitions in the replay buffer before the first gradient step."""
+    """Transitions in the replay buffer before the first gradient step. More explore longer at random; usually 1,000
+    to 10,000."""
     uniform_start: bool = True
     """Draw actions uniformly within their bounds until then; false lets the policy act as it begins."""
     buffer_size: Annotated[Integer, Field(ge=1, le=MAX_CAPACITY)] = 1_000_000
@@ -73,11 +75,11 @@ class SACConfig(AlgorithmConfig):
     n_step: Count = 1
     """Rewards in a target before the critics take over."""
     gamma: Fraction = 0.99
-    """Discount."""
+    """Discount per step. Larger looks further ahead, 1 / (1 - gamma) steps, but is noisier; usually 0.95 to 0.999."""
     tau: Share = 0.005
     """How far the target critics follow the critics at each gradient step."""
     learning_rate: Positive = 3e-4
-    """Of actor, critics and temperature."""
+    """Of actor, critics and temperature. Larger learns faster but may diverge; usually 1e-4 to 1e-3."""
     schedule: Literal["fixed", "linear"] = "fixed"
     """fixed, or linear: falls to 0 at the end of training."""
     temperature: Positive = 1.0

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import Any
@@ -59,13 +62,15 @@ def train_help(usage: str, source: str | None, overrides: Overrides, everything:
 
 
 def _lines(section: str, values: Any, names: Iterable[str]) -> Iterator[str]:
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0  # one line each for grep
     texts, rules = field_help(type(values)), field_rules(type(values))
     for name in names:
         shown = f"--{section}.{name} {value_text(getattr(values, name))}"
         if known := _CHOICES.get(f"{section}.{name}"):
             rules[name] = f"one of {', '.join([*known(), 'module:Class'])}"
         text = texts.get(name, "").replace("``", "'")
-        yield f"  {shown:{NAME_WIDTH}}  {text} ({rules[name]})"
+        line = f"  {shown:{NAME_WIDTH}}  {text} ({rules[name]})"
+        yield textwrap.fill(line, width, subsequent_indent=" " * (NAME_WIDTH + 4)) if width else line
 
 
 def value_text(value: Any) -> str:

@@ -32,7 +32,8 @@ class PolicyConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of an actor network or a policy of your own."""
     hidden_dims: Widths = (64, 64)
-    """Widths of the hidden layers; of those before the memory for gru."""
+    """Widths of the hidden layers; of those before the memory for gru. Larger represent more but are slower and may
+    need a smaller learning rate; usually [64, 64] to [512, 256, 128]."""
     critic_hidden_dims: Widths | None = None
     """Widths of the critic's hidden layers; null for the actor's. For gru only with critic_groups."""
     rnn_hidden_dim: Width = 64
@@ -46,7 +47,8 @@ class PolicyConfig:
     distribution: DistributionName = "auto"
     """auto, gaussian, squashed_gaussian (bounded by tanh) or categorical."""
     init_std: Positive = 1.0
-    """Standard deviation at the start."""
+    """Standard deviation at the start. Larger explores more, smaller starts closer to the mean action; usually 0.3
+    to 1."""
     min_std: Positive = 1e-3
     """Lower bound of the standard deviation."""
     max_std: Positive = 10.0
@@ -59,7 +61,8 @@ class PolicyConfig:
     gsde_interval: NonNegativeInteger = 4
     """Steps after which gSDE draws another function, usually 4 to 64; 0 draws one an episode."""
     normalize_obs: bool = False
-    """Normalise observations by running statistics."""
+    """Normalise observations by running statistics: usually true where their units differ, such as in MuJoCo; false
+    where they are scaled already."""
     history: Width = 24
     """Frames that the task stacks in its observation group policy; only for roa."""
     history_kind: Literal["mlp", "conv", "gru"] = "mlp"
