@@ -423,7 +423,7 @@ def refused_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["train", "--algo.gamma", "--algo.gae_lambda", "1"], ["--algo.gamma", "needs a value"]),
         (["train", "--policy.hidden_dims", "[1000000, 1000000]"], ["memory", "policy.hidden_dims", "task.num_envs"]),
         (["train", "--task.id", "Acrobott-v1"], ["'Acrobott-v1'", "Did you mean 'Acrobot-v1'?"]),
-        (["train", "--task.id", ".x:y"], ["'.x:y'"]),
+        (["train", "--task.id", ".x:y"], ["task.id .x:y", "cannot import .x"]),
         (["train", "--task.id", "lfit"], ["'lfit'", "Did you mean 'lift'?"]),
         (["train", "--task.kwargs.heigth", "1"], ["task.kwargs", "heigth", "lift"]),
         (["train", "--task.kwargs.target_height", "high"], ["target_height", "high"]),
