@@ -7,7 +7,7 @@
     python benchmarks/mt10.py --draw docs/images/mt10.png       shows and draws what was measured last
 
 Every combination asked for at once is a process of its own: presets ``mt10_bc``, then ``mt10_rloo`` from its weights;
-with ``--presets camera`` these are ``camera_bc`` and ``camera_rloo``: pictures, proprioception and instruction alone.
+with ``--presets camera`` these are ``camera_bc`` and ``camera_rloo``: images, proprioception and instruction alone.
 Success is deterministic, over 50 held-out initial states of each task (400 of the one seen by camera): neither
 demonstrations nor rollouts start from these.
 """

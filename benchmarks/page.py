@@ -25,8 +25,8 @@ script. With several seeds a cell holds the mean and, in parentheses, the lowest
 unfavourable to us are listed like the others; `python benchmarks/page.py` writes this page."""
 COMMANDS = {
     "camera": "python benchmarks/mt10.py --presets camera",
-    "mt10_pictures": "python benchmarks/mt10.py",
-    "mt10_states_and_pictures": "python benchmarks/mt10.py",
+    "mt10_images": "python benchmarks/mt10.py",
+    "mt10_states_and_images": "python benchmarks/mt10.py",
     "ppo_gpu": "python benchmarks/ppo_gpu.py --iters 40",
     "ppo_mujoco": "python benchmarks/ppo_cpu.py --only-mujoco",
     "ppo_learning": "python benchmarks/ppo_learning.py --jobs 16",
@@ -153,8 +153,8 @@ def losses(record: Row) -> list[Rows]:
 FORMATS: dict[str, Callable[[Row], list[Rows]]] = {
     "camera": by_task,
     "mt10": by_task,
-    "mt10_pictures": by_task,
-    "mt10_states_and_pictures": by_task,
+    "mt10_images": by_task,
+    "mt10_states_and_images": by_task,
     "scaling": measured,
     "torture": losses,
 }

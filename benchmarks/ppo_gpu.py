@@ -82,7 +82,7 @@ class LeggedShape(TensorTask):
     def _observe(self, state: Tensor) -> Tensor:
         return state
 
-    def _paint(self, canvas: Any, state: list[float]) -> None:
+    def _render(self, canvas: Any, state: list[float]) -> None:
         raise NotImplementedError
 
 

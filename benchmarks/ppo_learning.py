@@ -128,7 +128,7 @@ def run(job: Job) -> Row:
     train = ours if job["library"] == OURS else sb3
     try:
         deterministic, sampled = train(config, job["seed"], job["steps"], job["episodes"])
-    except Exception as error:  # the other runs go on
+    except Exception as error:  # the other runs continue
         return {**job, "error": f"{type(error).__name__}: {error}"}
     seconds = time.perf_counter() - started
     return {**job, "return": deterministic, "sampled": sampled, "seconds": round(seconds, 1)}

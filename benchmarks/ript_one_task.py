@@ -73,7 +73,7 @@ DIFFERENCES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 class Curve(Logger):
-    """Keeps what a picture and a table need of every iteration."""
+    """Keeps what an image and a table need of every iteration."""
 
     names = {  # noqa: RUF012
         "iteration": "iteration",

@@ -11,7 +11,7 @@ guesses. Every critic sees the privileged groups. Then the physics change in the
 has to notice.
 
 Every arm of every seed is a job; ``--jobs`` of them run at once, each a process with one thread. What a job measured is
-kept in ``--parts``, so that a second call goes on where the first was stopped.
+kept in ``--parts``, so that a second call continues where the first was stopped.
 """
 
 from __future__ import annotations

@@ -320,10 +320,10 @@ def cases(costs: Costs) -> dict[str, Costs]:
         latency=costs.latency + NETWORK_LATENCY,
         update_step=0.0,
     )
-    pictures = cluster.rollout_bytes + CAMERA_BYTES * cluster.num_envs * cluster.num_steps
+    images = cluster.rollout_bytes + CAMERA_BYTES * cluster.num_envs * cluster.num_steps
     return {
         "collecting": cluster,
-        "collecting, with two cameras": replace(cluster, rollout_bytes=pictures),
+        "collecting, with two cameras": replace(cluster, rollout_bytes=images),
         "learning on this CPU": replace(cluster, update_step=costs.update_step),
         "learning 100 times as fast": replace(cluster, update_step=costs.update_step / 100),
     }

@@ -36,7 +36,7 @@ class PointSimulator(Simulator):
     def observe(self) -> dict[str, NDArray[Any]]:
         return {"state": self.position.astype(np.float32)}
 
-    def picture(self) -> NDArray[np.uint8]:
+    def render(self) -> NDArray[np.uint8]:
         image = np.full((32, 32, 3), 255, np.uint8)
         row, column = ((self.position + 1) * 15).astype(int)
         image[row : row + 2, column : column + 2] = 0

@@ -33,10 +33,10 @@ GROUPS = spaces.Dict(
 
 
 class Cameras(gym.Env[Any, Any]):
-    """Random observations: named groups with a picture and a privileged group, or the picture alone."""
+    """Random observations: named groups with an image and a privileged group, or the image alone."""
 
-    def __init__(self, only_picture: bool = False) -> None:
-        self.observation_space = CAMERA if only_picture else GROUPS
+    def __init__(self, only_image: bool = False) -> None:
+        self.observation_space = CAMERA if only_image else GROUPS
         self.action_space = spaces.Box(np.array([-0.3, -0.4], np.float32), np.array([0.3, 0.1], np.float32))
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -73,9 +73,9 @@ KINDS: dict[str, tuple[str, dict[str, str]]] = {
     "switches": ("lift_ppo", {"task.id": "apexrl-tests/Switches-v0", **ON_POLICY}),
     "gsde": ("lift_ppo", {"policy.gsde": "true", "policy.init_std": "0.2", **ON_POLICY}),
     "groups": ("lift_ppo", {"task.id": "apexrl-tests/Cameras-v0", "policy.normalize_obs": "true", **ON_POLICY}),
-    "picture": (
+    "image": (
         "lift_ppo",
-        {"task.id": "apexrl-tests/Cameras-v0", "task.kwargs.only_picture": "true", **ON_POLICY},
+        {"task.id": "apexrl-tests/Cameras-v0", "task.kwargs.only_image": "true", **ON_POLICY},
     ),
     "gru": (
         "lift_ppo",

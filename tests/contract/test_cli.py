@@ -118,12 +118,12 @@ def test_every_evaluation_is_recorded_with_its_intervals(lift: Path) -> None:
         assert 1 <= record["episode_len"] <= 15
 
 
-def test_the_picture_and_the_video_can_be_opened(lift: Path) -> None:
-    with Image.open(lift / "curve.png") as picture:
-        picture.load()
-        assert picture.width > 800
-        assert picture.height > 300
-        assert len(picture.convert("L").getcolors() or ()) > 10
+def test_the_image_and_the_video_can_be_opened(lift: Path) -> None:
+    with Image.open(lift / "curve.png") as image:
+        image.load()
+        assert image.width > 800
+        assert image.height > 300
+        assert len(image.convert("L").getcolors() or ()) > 10
     frames = iio.imread(lift / "video.mp4")
     assert 3 <= len(frames) <= 3 * 15
     assert frames.shape[1:] == (300, 400, 3)

@@ -331,7 +331,7 @@ def test_sac_without_its_replay_buffer_goes_on_and_says_what_is_missing(tmp_path
     assert train("pendulum_sac", values, tmp_path / "killed", AFTER_SAVE) == -signal.SIGKILL
     assert resume(tmp_path / "killed") == 0
     said = " ".join((tmp_path / "output.txt").read_text().split())
-    assert "learning goes on once 10 new steps are collected" in said
+    assert "learning resumes once 10 new steps are collected" in said
     learned = {line["iteration"]: "train/critic_loss" in line for line in numbers(tmp_path / "killed")}
     assert learned == {1: False, 2: True, 3: True, 4: False, 5: True, 6: True}
 

@@ -118,8 +118,8 @@ def test_the_seeds_are_aggregated(finished: Path) -> None:
     # Student's t of two values: t with one degree of freedom is 12.706, times half of what lies between them.
     reach = 12.7062 * abs(last[1] - last[0]) / 2
     assert found["interval"] == pytest.approx([found["iqm"] - reach, found["iqm"] + reach], rel=1e-4)
-    with Image.open(finished / "curve.png") as picture:
-        assert picture.width > 800
+    with Image.open(finished / "curve.png") as image:
+        assert image.width > 800
 
 
 def test_plot_draws_them_together(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,8 +323,8 @@ def test_a_sweep_searches_prunes_and_writes_the_best(tmp_path: Path, capsys: pyt
     assert len(read_json_lines(directory / f"trial-{pruned:04d}" / "metrics.jsonl")) < 10
     assert f"trial {pruned} was pruned" in output
     assert f"Best configuration: {directory / 'best.yaml'}" in output
-    with Image.open(directory / "sweep.png") as picture:
-        assert picture.width > 1000
+    with Image.open(directory / "sweep.png") as image:
+        assert image.width > 1000
     assert main(["train", str(directory / "best.yaml"), "--run-dir", str(tmp_path / "again")]) == 0
     assert read_json_lines(tmp_path / "again" / "evaluations.jsonl")[-1]["return"] == best["value"]
 

@@ -199,7 +199,7 @@ def test_a_run_that_has_logged_nothing_yet_is_a_run(
 ) -> None:
     shutil.copy(rloo / "config.yaml", tmp_path)
     assert main(["plot", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"apexrl: Nothing to draw yet in {tmp_path}: no episode has ended.\n"
+    assert capsys.readouterr().err == f"apexrl: Nothing to plot yet in {tmp_path}: no episode has ended.\n"
     assert main(["plot", str(rloo), str(tmp_path), "--output", str(tmp_path / "curve.png")]) == 0
 
 
@@ -224,9 +224,9 @@ def test_a_run_directory_holds_everything(rloo: Path) -> None:
         "final_training_results.json", "rollout_stats.json",
     } <= names  # fmt: skip
     assert not [path for path in rloo.rglob("*") if ".part" in path.name]
-    with Image.open(rloo / "tasks.png") as picture:
-        picture.load()
-        assert picture.width > 300
+    with Image.open(rloo / "tasks.png") as image:
+        image.load()
+        assert image.width > 300
     final = entries(rloo / "final_training_results.json")
     lines = read_json_lines(rloo / "metrics.jsonl")
     assert [line["train/mixed"] for line in final["training_metrics"]] == [line["train/mixed"] for line in lines]
@@ -274,8 +274,8 @@ def test_play_and_plot(rloo: Path, tmp_path: Path) -> None:
     assert frames.std() > 1
     assert iio.immeta(tmp_path / "video.mp4")["fps"] == 80 / 5  # control steps a second, and those of a chunk
     assert main(["plot", str(rloo), str(rloo.parent / "bc"), "--output", str(tmp_path / "curve.png")]) == 0
-    with Image.open(tmp_path / "curve.png") as picture:
-        picture.load()
+    with Image.open(tmp_path / "curve.png") as image:
+        image.load()
 
 
 def test_list_names_suites_and_presets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,7 +326,7 @@ EXPERT = ["demos", f"metaworld:{TASKS[0]}", "--per-task", "1", "--num-workers", 
         ([*RUN, "--task.task_names_to_use", "[handle]"], ["task.task_names_to_use", "'handle'", TASKS[0]]),
         ([*RUN, "--task.task_names_to_use", f"[{TASKS[0]}, {TASKS[0]}]"], ["task.task_names_to_use", "once", TASKS[0]]),
         ([*RUN, "--task.cameras", "[corner9]"], ["cameras", "corner9", "corner2"]),
-        ([*RUN, "--policy.kind", "mlp", "--policy.actor_groups", "[picture]"], ["actor_groups", "picture", "state"]),
+        ([*RUN, "--policy.kind", "mlp", "--policy.actor_groups", "[image]"], ["actor_groups", "image", "state"]),
         ([*RUN, "--algo.loss", "weighted_flow"], ["algo.loss", "weighted_flow", "policy.head flow"]),
         ([*RUN, "--training.init_from", "nowhere"], ["training.init_from", "no checkpoint", "nowhere"]),
         ([*RUN, "--algo.rollout_stats_path", "BAD/rollout_stats.json"], ["algo.rollout_stats_path", "another file"]),

@@ -28,7 +28,7 @@ def test_tasks_keep_the_contract(task: str) -> None:
     env.close()
 
 
-def test_pictures_stay_bytes() -> None:
+def test_images_stay_bytes() -> None:
     env = make_env("envpool/Pong-v5", 2)
     assert env.observation_space == spaces.Box(0, 255, (4, 84, 84), np.uint8)
     assert env.reset(seed=0).dtype == torch.uint8
@@ -113,5 +113,5 @@ def test_what_cannot_be_had_is_said() -> None:
         make_env("envpool/HalfCheeta-v5")
     with refused(EnvError, HALFCHEETAH, "num_workers"):
         make_env(HALFCHEETAH, 2, num_workers=1)
-    with refused(EnvError, "envpool", "draw"):
+    with refused(EnvError, "envpool", "render"):
         make_env(HALFCHEETAH).render()

@@ -30,7 +30,7 @@ class _Bandit(gym.Env[Any, Any]):
 
 
 class PixelTask(_Bandit):
-    """A bright square stands left or right in a noisy picture; the action names the side."""
+    """A bright square stands left or right in a noisy image; the action names the side."""
 
     def __init__(self) -> None:
         self.observation_space = gym.spaces.Box(0, 255, (16, 16, 1), np.uint8)
@@ -38,17 +38,17 @@ class PixelTask(_Bandit):
 
     def observe(self) -> NDArray[np.uint8]:
         self.side = int(self.np_random.integers(2))
-        picture = self.np_random.integers(0, 100, (16, 16, 1), dtype=np.uint8)
+        image = self.np_random.integers(0, 100, (16, 16, 1), dtype=np.uint8)
         row, column = self.np_random.integers(0, 13), self.np_random.integers(0, 5) + 8 * self.side
-        picture[row : row + 3, column : column + 3] = 255
-        return picture
+        image[row : row + 3, column : column + 3] = 255
+        return image
 
     def score(self, action: Any) -> float:
         return float(int(action) == self.side)
 
 
 class PixelAimTask(PixelTask):
-    """The same picture; the action is -0.5 for left and 0.5 for right."""
+    """The same image; the action is -0.5 for left and 0.5 for right."""
 
     def __init__(self) -> None:
         super().__init__()

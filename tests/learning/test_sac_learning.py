@@ -1,4 +1,4 @@
-"""SAC learns from pictures and from groups of observations, through the encoders that PPO has."""
+"""SAC learns from images and from groups of observations, through the encoders that PPO has."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ FAST = SACConfig(
 @pytest.mark.parametrize(
     ("task", "steps", "at_least"),
     [
-        (PixelAimTask, 4_000, 0.85),  # 0.5 for the best action without the picture
+        (PixelAimTask, 4_000, 0.85),  # 0.5 for the best action without the image
         (DictTask, 4_000, 0.85),  # 0.55 for the best action that ignores one of the groups
     ],
 )

@@ -164,7 +164,7 @@ def test_what_cannot_be_had_is_said() -> None:
     with refused(EnvError, "ManiSkill", "'PickCub-v1'", "'PickCube-v1'"):
         make_env("maniskill/PickCub-v1")
     env = make_env(TASK, 1)
-    with refused(EnvError, "ManiSkill", "draw"):
+    with refused(EnvError, "ManiSkill", "render"):
         env.render()
     env.close()
 

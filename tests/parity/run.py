@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[2]
-RENAMES: tuple[tuple[str, str], ...] = ()
+RENAMES: tuple[tuple[str, str], ...] = ((r"\.pictures\.", ".images."),)
 """Regular expressions and what takes their place, for the paths of BASE's tensors and metrics."""
 FACTORS: tuple[tuple[str, float, str, str], ...] = (
     (r"/train/value_loss$", 2.0, "core/functional/objectives.py", "0.5 * error.mean()"),

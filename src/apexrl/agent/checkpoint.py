@@ -126,7 +126,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def of_rank(content: dict[str, Any], rank: int, world_size: int, path: Path) -> dict[str, Any]:
-    """Return what process ``rank`` of ``world_size`` goes on from, with what changed, or an empty text, as ``CHANGED``.
+    """Return what process ``rank`` of ``world_size`` resumes from; ``CHANGED`` says what changed, or is empty.
 
     Random states that there are none of are None.
     """
@@ -214,8 +214,8 @@ def _advice_without(directory: Path) -> str:
     config = directory.parent / "config.yaml"
     source = config if config.is_file() else "PRESET"
     return (
-        f"No other checkpoint is left in {directory}, so the run cannot go on. Train it anew in another directory: "
-        f"apexrl train {source} --run-dir NEW_DIR."
+        f"No other checkpoint is left in {directory}, so the run cannot be resumed. Start a new run in another "
+        f"directory: apexrl train {source} --run-dir NEW_DIR."
     )
 
 

@@ -226,7 +226,7 @@ class Checkpointer:
         newest, _, problems = checkpoint.load_newest(directory, lambda path: self.load(path.name))
         self._scheduled = checkpoint.numbered(directory, self.counters.iteration)
         for problem in problems:
-            self.tell(f"{problem} Going on from {newest.name}, the newest that can be read.")
+            self.tell(f"{problem} Resuming from {newest.name}, the newest that can be read.")
         if problems and distributed.is_main_process():
             for path in checkpoint.numbered(directory)[-len(problems) :]:
                 path.rename(path.with_name(f"{path.name}.damaged"))

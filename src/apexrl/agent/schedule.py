@@ -32,7 +32,7 @@ class TrainingConfig:
     num_threads: Annotated[Integer, Field(ge=0, le=1024)] = 1
     """CPU threads of PyTorch; 0 leaves its default, 1 suits small nets. Read by ``apexrl train``, not by Trainer."""
     init_from: str = ""
-    """A run directory or checkpoint whose policy weights a new run starts from; a resumed run goes on with its own.
+    """A run directory or checkpoint whose policy weights a new run starts from; a resumed run continues with its own.
     Read by ``apexrl train``, not by Trainer."""
     collector: Literal["sync", "async", "ray"] = "sync"
     """sync: collect, then learn; async: collect in a thread while learning, for simulators in worker processes; ray:

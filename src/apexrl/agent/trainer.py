@@ -296,7 +296,7 @@ class Trainer:
 
     def _save_and_explain(self, error: BaseException) -> None:
         """Save after an exception, where there is something fit for it; let the exception name the last checkpoint."""
-        # A lost process is noticed between two steps of an optimizer, when the weights are always fit to go on from.
+        # A lost process is noticed between two steps of an optimizer, when the weights can always be resumed from.
         is_fit = not self._watch.marks or isinstance(error, distributed.LostRankError)
         if is_fit and not isinstance(error, RunDirError):
             self.checkpointer.save_before_leaving()
@@ -412,7 +412,7 @@ class Trainer:
         deterministic: bool = True,
         on_progress: Callable[[int], None] | None = None,
     ) -> EvaluationResult:
-        """Evaluate on separate environments; training goes on afterwards as if nothing had happened.
+        """Evaluate on separate environments; training continues afterwards as if nothing had happened.
 
         Of several processes that learn together, all call this and get the result; the first one does the work.
         """

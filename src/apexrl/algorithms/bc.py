@@ -49,7 +49,7 @@ class BCConfig(AlgorithmConfig):
     state_noise: NonNegative = 0.0
     """Standard deviation of noise on the vectors of an observation, in their units; 0 adds none."""
     image_shift: NonNegativeInteger = 0
-    """Pixels by which every picture is moved at random, up to this many each way; 0 moves none."""
+    """Pixels by which every image is moved at random, up to this many each way; 0 moves none."""
     loss: Literal["auto", "likelihood", "mse"] = "auto"
     """Of an mlp: minus the log-probability, or the squared error of its mode; auto is mse while learn_std is false. A
     vla has a loss of its own."""
@@ -77,11 +77,11 @@ class BCConfig(AlgorithmConfig):
                 raise ConfigError(f"algo.{name} is for policy.kind mlp; a vla has its own loss. Leave it out.")
 
 
-def randomly_moved(pictures: Tensor, most: int) -> Tensor:
-    """Move each picture (``[B, H, W, C]`` or ``[B, C, H, W]``) by up to ``most`` pixels; its border is drawn out."""
-    channels_last = pictures.shape[-1] < pictures.shape[1]
-    upright = pictures if channels_last else pictures.permute(0, 2, 3, 1)
-    count, here = len(pictures), pictures.device
+def randomly_moved(images: Tensor, most: int) -> Tensor:
+    """Move each image (``[B, H, W, C]`` or ``[B, C, H, W]``) by up to ``most`` pixels; its border is drawn out."""
+    channels_last = images.shape[-1] < images.shape[1]
+    upright = images if channels_last else images.permute(0, 2, 3, 1)
+    count, here = len(images), images.device
     down, right = torch.randint(-most, most + 1, (2, count, 1), device=here)
     rows = (torch.arange(upright.shape[1], device=here) - down).clamp(0, upright.shape[1] - 1)
     columns = (torch.arange(upright.shape[2], device=here) - right).clamp(0, upright.shape[2] - 1)

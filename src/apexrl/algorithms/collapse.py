@@ -15,7 +15,7 @@ class CollapseGuard:
 
     A policy that never succeeds has only uniform groups, so no gradient leads out again. The best is judged by a
     running mean of success, because one batch may be lucky. A policy that was put back and fails again is taken at its
-    word: training goes on from there with its success as the new best, so that it cannot be put back forever.
+    word: training continues from there with its success as the new best, so that it cannot be put back forever.
 
     Args:
         ratio: share of the best success below which a batch counts as collapsed.

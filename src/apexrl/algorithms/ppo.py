@@ -290,7 +290,7 @@ class PPO(BaseAlgorithm):
         self._wrap()
 
     def _wrap(self) -> None:
-        """Compile and capture anew what works on the memory of a batch."""
+        """Compile and capture again what works on the memory of a batch."""
         wrap, device, pool = self.acceleration.wrap, self.policy.device, memory_pool()
         self._pool = pool
         self.take_step = wrap(self.gradient_step, device)

@@ -129,7 +129,7 @@ class RLOOConfig(AlgorithmConfig):
     oversample: Annotated[Number, Field(ge=1)] = 1.5
     """Groups run for each one still missing, when some may be dropped."""
     max_attempts: Count = 4
-    """Times that groups are run for one batch; then training goes on with the mixed ones that were found."""
+    """Times that groups are run for one batch; then training continues with the mixed ones that were found."""
 
     def __post_init__(self) -> None:
         for name in ("kl_coef", "entropy_coef", "target_kl"):

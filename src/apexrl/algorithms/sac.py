@@ -67,7 +67,7 @@ class SACConfig(AlgorithmConfig):
     replay_device: Literal["auto", "cpu"] = "auto"
     """Where they are kept; auto is the policy's device."""
     save_replay: bool = False
-    """Save the transitions with every checkpoint, so that a resumed run goes on exactly; large."""
+    """Save the transitions with every checkpoint, so that a resumed run continues exactly; large."""
     priority_exponent: NonNegative = 0.0
     """Draw transitions by their TD error to this power; 0 draws uniformly."""
     importance_exponent: Fraction = 0.4
@@ -247,7 +247,7 @@ class SAC(BaseAlgorithm):
         cfg = self.cfg
         size = self.replay.bytes_for(batch, cfg.buffer_size, cfg.priority_exponent) / 1e6
         amount = f"{size / 1e3:.1f} GB" if size >= 1e3 else f"{size:.0f} MB"
-        saved = "not saved (algo.save_replay), so a resumed run fills it anew"
+        saved = "not saved (algo.save_replay), so a resumed run fills it again"
         if cfg.save_replay:
             saved = "and once more in main memory while a checkpoint is written"
         return f"Replay: {cfg.buffer_size:,} transitions, {amount} on {self.replay.device}, {saved}."
@@ -372,7 +372,7 @@ class SAC(BaseAlgorithm):
             if state["replay"] is None:
                 why = "The replay buffers in the checkpoint are left out, because other processes wrote them"
             when = f"once {self.cfg.learning_starts * distributed.world_size():,} new steps are collected"
-            warnings.warn(f"{why}: learning goes on {when}, unlike in an uninterrupted run.", stacklevel=2)
+            warnings.warn(f"{why}: learning resumes {when}, unlike in an uninterrupted run.", stacklevel=2)
         self.replay.importance_exponent.copy_(state["importance_exponent"])
 
 
@@ -394,7 +394,7 @@ class CriticLoss(Loss):
 
 
 class ActorLoss(Loss):
-    """L = mean(α log π(a|s) − Q(s, a)), a drawn anew."""
+    """L = mean(α log π(a|s) − Q(s, a)), a sampled again."""
 
     def __init__(self, policy: SACPolicy, actor_value: str, acceleration: Acceleration) -> None:
         super().__init__(acceleration)

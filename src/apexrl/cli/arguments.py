@@ -98,7 +98,7 @@ def add_commands(command: AddCommand) -> None:
     export.add_argument("--output", type=Path, metavar="DIR", help="default export in the run directory")
     export.add_argument("--format", default="onnx,torchscript", metavar="NAMES", help="default onnx,torchscript")
 
-    plot = command("plot", "Draw the learning curves of runs.", "files.run_plot")
+    plot = command("plot", "Plot the learning curves of runs.", "files.run_plot")
     plot.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     plot.add_argument("--output", type=Path, metavar="FILE.png", help="default curve.png in the first run directory")
 

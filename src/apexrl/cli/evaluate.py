@@ -132,7 +132,7 @@ def run_play(options: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def show_tasks(result: EvaluationResult, image: Path | None = None) -> None:
-    """Print the success of every task of a suite, and draw it as bars where a image is wanted."""
+    """Print the success of every task of a suite, and plot it as bars where an image is wanted."""
     tasks = result.record().get("per_task", {})
     for name, task in tasks.items():
         low, high = task["interval"]

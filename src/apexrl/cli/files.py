@@ -39,7 +39,7 @@ def run_export(options: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def run_plot(options: argparse.Namespace, overrides: Overrides) -> int:
-    """Draw learning curves."""
+    """Plot learning curves."""
     print(plots.plot_runs(options.run_dirs, options.output or options.run_dirs[0] / "curve.png", warn))
     return 0
 

@@ -39,7 +39,7 @@ Train robot policies with reinforcement learning.
   apexrl compare runs/a runs/b                 compare them on the same episodes
   apexrl play runs/mine                        write a video
   apexrl export runs/mine                      write policy.onnx and policy.pt for a robot
-  apexrl plot runs/a runs/b                    draw learning curves
+  apexrl plot runs/a runs/b                    plot learning curves
   apexrl report runs/a runs/b                  write one HTML page about them
   apexrl demos mt10 --per-task 10              record demonstrations to imitate
 """

@@ -115,7 +115,7 @@ def _changed_fields(config: Mapping[str, Any], run_dir: Path) -> tuple[tuple[str
 
 
 def _show_seeds(stored: SeedRuns) -> int:
-    """Print the table and the aggregate, and draw the curves."""
+    """Print the table and the aggregate, and plot the curves."""
     for entry in stored.runs:
         if entry.state == "done":
             print(f"  seed {entry.seed:<6} {_result(entry.result)}")
@@ -148,7 +148,7 @@ def _resume_command(stored: SeedRuns) -> str:
 
 
 def show_curve(directory: Path) -> None:
-    """Draw the learning curve of a run, or of the seeds in a directory."""
+    """Plot the learning curve of a run, or of the seeds in a directory."""
     try:
         print(f"Learning curve: {plots.plot_runs([directory], directory / 'curve.png', warn)}")
     except RunDirError as error:

@@ -1,4 +1,4 @@
-"""Collectors: they call ``rollout`` and keep what goes on between calls."""
+"""Collectors: they call ``rollout`` and keep what continues between calls."""
 
 from apexrl.collectors.async_ import AsyncCollector
 from apexrl.collectors.base import BaseCollector, SyncCollector

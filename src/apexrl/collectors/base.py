@@ -88,7 +88,7 @@ class BaseCollector(ABC):
         self.seed = seed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on, without the environment, as tensors."""
+        """Return what is needed to continue, without the environment, as tensors."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -231,7 +231,7 @@ class SyncCollector(BaseCollector):
         return batch
 
     def follow(self, policy: Policy) -> None:
-        """Act with this policy from the next rollout on; the episodes go on."""
+        """Act with this policy from the next rollout on; the episodes continue."""
         if policy is not self.policy:
             self.policy = policy
             self.actor = self._make_actor()

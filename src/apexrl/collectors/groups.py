@@ -445,12 +445,12 @@ class RolloutGenerator(BaseCollector):
         if not is_mixed:
             self.on_message(
                 f"No group had both successes and failures after {attempts}; nothing is learned from this batch. Where "
-                "this goes on, start from an imitated policy (training.init_from), raise policy.init_std "
+                "this continues, start from an imitated policy (training.init_from), raise policy.init_std "
                 "(policy.noise_level of a flow head), or lengthen task.max_episode_length."
             )
         elif found < self.num_envs:
             wanted = f"{self.num_envs} wanted groups"
-            self.on_message(f"Only {found} of {wanted} were found after {attempts}; training goes on with them.")
+            self.on_message(f"Only {found} of {wanted} were found after {attempts}; training continues with them.")
 
     def _names(self, draws: list[_Draw]) -> str:
         tasks = self.env.suite.task_names

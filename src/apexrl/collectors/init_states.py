@@ -1,4 +1,4 @@
-"""Where episodes of a suite start: the init states, the order they are drawn in, and what came of them."""
+"""Where episodes of a suite start: the init states, the order they are sampled in, and what came of them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class InitStateDataset(Dataset[InitSample]):
 
 
 class InitStateSampler(Iterator[InitSample]):
-    """Draws init states without end: the tasks in turn, those of a task in an order shuffled anew in every round.
+    """Samples init states without end: the tasks in turn, those of a task in an order shuffled again in every round.
 
     Draw ``k`` follows from the seed and ``k`` alone, so the two are the whole state.
     """
@@ -104,11 +104,11 @@ class InitStateSampler(Iterator[InitSample]):
         return InitSample(task_id=task_id, init_state=states[self._orders[task_id][1][place]])
 
     def state_dict(self) -> dict[str, int]:
-        """Return what is needed to go on."""
+        """Return what is needed to continue."""
         return {"seed": self.seed, "num_drawn": self.num_drawn}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from ``state_dict``."""
+        """Continue from ``state_dict``."""
         self.restart(state["seed"])
         self.num_drawn = int(state["num_drawn"])
 

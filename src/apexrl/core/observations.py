@@ -46,8 +46,8 @@ def leaf_spaces(space: gym.Space[Any]) -> dict[str, gym.spaces.Box]:
     raise ConfigError(f"An observation space must be a Box or a Dict of Boxes, got {space}.")
 
 
-def is_picture(space: gym.spaces.Box) -> bool:
-    """Pictures are uint8 with three dimensions."""
+def is_image(space: gym.spaces.Box) -> bool:
+    """Images are uint8 with three dimensions."""
     return space.dtype == np.uint8 and len(space.shape) == 3
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from tensordict import TensorDict
 from torch import Tensor
 
-from apexrl.core.observations import is_picture, leaf_spaces, leaves
+from apexrl.core.observations import is_image, leaf_spaces, leaves
 from apexrl.core.spaces import space_to_plain
 from apexrl.core.types import ACTION, CMD_KEY, OBJECT_KEY, OBS_KEY, OBSERVATION
 from apexrl.envs import VecEnv
@@ -66,7 +66,7 @@ def _tensor_entry(name: str, tensor: Tensor) -> dict[str, Any]:
 
 
 def _meaning(path: str, space: gym.spaces.Box, policy: Policy, env: VecEnv) -> str:
-    if is_picture(space):
+    if is_image(space):
         return "image, 0 to 255, as the task gives it"
     text = MEANINGS.get(path, f"observation '{path}' of the task")
     history = num_frames(path, policy)

@@ -148,7 +148,7 @@ class VecEnv(ABC):
     task_names: Sequence[str] = ()
     """When there are several tasks; ``EnvStep.info`` then has the number of each as ``task_id``."""
     video_fps: float = 30.0
-    """Pictures a second of a video that shows one a step."""
+    """Frames per second of a video with one frame per step."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -214,7 +214,7 @@ class VecEnv(ABC):
         order = [*range(len(starts)), *[-1] * (self.num_envs - len(starts))]
         return self.reset_each([starts[index] for index in order]), order
 
-    def draw_episodes(self, count: int, rng: np.random.Generator) -> Sequence[SeedEpisode] | Sequence[StateEpisode]:
+    def sample_episodes(self, count: int, rng: np.random.Generator) -> Sequence[SeedEpisode] | Sequence[StateEpisode]:
         """Draw different episodes for a manifest."""
         return [SeedEpisode(int(seed)) for seed in rng.choice(2**31, count, replace=False)]
 
@@ -274,7 +274,7 @@ class VecEnv(ABC):
         raise EnvError(f"{type(self).__name__} cannot make a second environment of its kind; pass eval_env.")
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return everything needed to go on from here as tensors and plain values; None when that is impossible."""
+        """Return everything needed to continue from here as tensors and plain values; None when that is impossible."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -293,7 +293,7 @@ class VecEnv(ABC):
         return None, None
 
     def render(self, index: int = 0) -> NDArray[np.uint8]:
-        """Draw environment ``index`` as an ``[H, W, 3]`` picture.
+        """Render environment ``index`` as an ``[H, W, 3]`` image.
 
         Raises:
             EnvError: when the environment cannot be drawn.

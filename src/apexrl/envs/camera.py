@@ -49,7 +49,7 @@ class Camera:
             self._gl.make_current()
             self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
         except Exception as error:
-            raise EnvError(f"No picture can be drawn with MUJOCO_GL={backend} ({error}). {MUJOCO_HINT}") from error
+            raise EnvError(f"Rendering failed with MUJOCO_GL={backend} ({error}). {MUJOCO_HINT}") from error
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
         self._scene = mujoco.MjvScene(model, maxgeom=2000)
         if fast:
@@ -63,7 +63,7 @@ class Camera:
         if model.ncam:
             self._view.type, self._view.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, 0
 
-    def draw(
+    def render(
         self, camera: str | None = None, size: int | None = None, *, upside_down: bool = False
     ) -> NDArray[np.uint8]:
         """Render what a camera sees, ``[size, size, 3]``, the first row on top; turned for one that hangs upside down.

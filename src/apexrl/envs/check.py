@@ -288,7 +288,7 @@ class _Check:
             self.add(f"The same seed and actions gave another result, first at {where}.")
 
     def restores(self, actions: Sequence[Tensor]) -> None:
-        """Save, go on, go back, and go on again."""
+        """Save, step, restore, and step again."""
         env = self.env
         state = env.state_dict()
         if state is None:

@@ -1,4 +1,4 @@
-"""How MuJoCo draws where there is no display; processes that simulate import this, so it must not need PyTorch."""
+"""How MuJoCo renders where there is no display; processes that simulate import this, so it must not need PyTorch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import functools
 import os
 import sys
 
-MUJOCO_HINT = (
-    "A MuJoCo task is drawn on a machine without a display when MUJOCO_GL=egl is set (needs the library libEGL)."
-)
+MUJOCO_HINT = "To render a MuJoCo task on a machine without a display, set MUJOCO_GL=egl (needs the library libEGL)."
 
 
-def draw_without_display() -> None:
-    """Let MuJoCo draw by EGL where there is no display, unless ``MUJOCO_GL`` is set; call it before it is imported."""
+def render_without_display() -> None:
+    """Make MuJoCo render with EGL without a display, unless ``MUJOCO_GL`` is set; call it before importing MuJoCo."""
     # Without the library MuJoCo could not even be imported.
     if not has_display() and "MUJOCO_GL" not in os.environ and _has_egl():
         os.environ["MUJOCO_GL"] = "egl"

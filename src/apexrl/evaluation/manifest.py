@@ -87,7 +87,7 @@ def make_manifest(
     Raises:
         ConfigError: when a suite has fewer validation states.
     """
-    return Manifest(task, options or {}, env.draw_episodes(num_episodes, np.random.default_rng(seed)))
+    return Manifest(task, options or {}, env.sample_episodes(num_episodes, np.random.default_rng(seed)))
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:

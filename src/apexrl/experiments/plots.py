@@ -21,7 +21,7 @@ _LOGGED = ("total_steps", *(name for _, name, _ in _PANELS))
 
 
 def plot_runs(run_dirs: Sequence[Path], path: Path, tell: Callable[[str], None]) -> Path:
-    """Draw learning curves: of a run training as a line and evaluations as points with intervals; of several seeds
+    """Plot learning curves: of a run training as a line and evaluations as points with intervals; of several seeds
     their interquartile mean with its interval, and each seed faintly. ``tell`` gets a sentence about what is damaged.
     """
     if path.suffix not in (".png", ".pdf", ".svg"):
@@ -29,7 +29,7 @@ def plot_runs(run_dirs: Sequence[Path], path: Path, tell: Callable[[str], None])
     runs = [_Run(run, tell) for run in run_dirs]
     panels = [panel for panel in _PANELS if any(run.has(panel) for run in runs)]
     if not panels:
-        raise RunDirError(f"Nothing to draw yet in {', '.join(map(str, run_dirs))}: no episode has ended.")
+        raise RunDirError(f"Nothing to plot yet in {', '.join(map(str, run_dirs))}: no episode has ended.")
     figure, axes = _subplots(1, len(panels), (4.6 * len(panels), 3.6))
     for axis, panel in zip(axes[0], panels, strict=True):
         for index, run in enumerate(runs):
@@ -46,7 +46,7 @@ def plot_runs(run_dirs: Sequence[Path], path: Path, tell: Callable[[str], None])
 
 
 class _Run:
-    """A run, or runs that differ in their seed, to draw."""
+    """A run, or runs that differ in their seed, to plot."""
 
     def __init__(self, directory: Path, tell: Callable[[str], None]) -> None:
         self.name = directory.resolve().name
@@ -64,7 +64,7 @@ class _Run:
         return any(log.trained(training_name) or log.evaluated(evaluation_name) for log in self.logs)
 
     def draw(self, axis: Any, panel: tuple[str, str, str], color: str) -> None:
-        """Draw it in one colour."""
+        """Plot it in one colour."""
         _, training_name, evaluation_name = panel
         if self.is_seeds:
             steps, values = seeds.curve(self.logs, training_name, evaluation_name)
@@ -86,7 +86,7 @@ class _Run:
 
 
 def plot_tasks(tasks: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
-    """Draw the success rate of each task with its interval, as bars."""
+    """Plot the success rate of each task with its interval, as bars."""
     rates = [Estimate(*(100 * rate for rate in (task["success_rate"], *task["interval"]))) for task in tasks.values()]
     means, bars = [rate.mean for rate in rates], error_bars(rates)
     figure, ((axis,),) = _subplots(1, 1, (6.5, 1.2 + 0.34 * len(tasks)))
@@ -100,7 +100,7 @@ def plot_tasks(tasks: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
 def plot_sweep(
     trials: Sequence[Mapping[str, Any]], objective: str, importance: Mapping[str, float], path: Path
 ) -> Path:
-    """Draw what the trials of ``sweep.json`` gave: one after another, against each parameter, and what mattered."""
+    """Plot what the trials of ``sweep.json`` gave: one after another, against each parameter, and what mattered."""
     known = [trial for trial in trials if trial["value"] is not None]
     names = list(dict.fromkeys(name for trial in known for name in trial["params"]))
     count = 1 + len(names) + bool(importance)

@@ -27,7 +27,7 @@ class PolicyConfig:
     """The networks."""
 
     kind: str = "mlp"
-    """mlp: separate actor and critic (pictures get convolutions); gru: with memory; roa: teacher and student; or an
+    """mlp: separate actor and critic (images get convolutions); gru: with memory; roa: teacher and student; or an
     actor network or a policy of your own: a registered name or module:Class."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of an actor network or a policy of your own."""
@@ -116,7 +116,7 @@ class VLAConfig:
     """A vision-language-action model, for rloo, bc and ppo, which adds a value head; chosen by ``policy.kind`` vla."""
 
     kind: Literal["vla"] = "vla"
-    """vla: camera pictures, state and instruction in, a chunk of actions out."""
+    """vla: camera images, state and instruction in, a chunk of actions out."""
     size: Literal["tiny", "small", "base", "large"] = "tiny"
     """About 1, 15, 100 or 300 million parameters."""
     width: ModelSize | None = None

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl.core.errors import ConfigError
-from apexrl.core.observations import is_picture, leaf_spaces, leaves, select_groups
+from apexrl.core.observations import is_image, leaf_spaces, leaves, select_groups
 from apexrl.core.types import (
     CMD_KEY,
     OBJECT_KEY,
@@ -58,7 +58,7 @@ class AdaptationModule(nn.Module):
     ) -> None:
         super().__init__()
         space = observation_space[OBS_KEY]
-        if not isinstance(space, gym.spaces.Box) or is_picture(space) or not space.shape:
+        if not isinstance(space, gym.spaces.Box) or is_image(space) or not space.shape:
             raise ConfigError(f"ROA needs a vector of stacked frames as observation group '{OBS_KEY}', got {space}.")
         if kind not in get_args(HistoryKind):
             raise ConfigError(f"policy.history_kind must be one of {list(get_args(HistoryKind))}, got '{kind}'.")

@@ -34,7 +34,7 @@ class FeaturesConfig:
     save_video: bool = True
     """Write a video of the trained policy at the end."""
     save_plot: bool = True
-    """Draw the learning curve at the end."""
+    """Plot the learning curve at the end."""
     cuda_graphs: bool = True
     """Capture rollout and update as CUDA graphs; without CUDA it does nothing."""
     compile: bool | Literal["auto", "update"] = "auto"

@@ -222,7 +222,7 @@ def test_the_newest_checkpoint_that_can_be_read_is_continued_and_the_older_ones_
     resumed, memory = make_trainer(scripted(), cfg, save_dir=tmp_path)
     resumed.checkpointer.load_newest()
     assert resumed.iteration == 2
-    assert "Going on from iteration_000002.pt, the newest that can be read." in memory.messages[0]
+    assert "Resuming from iteration_000002.pt, the newest that can be read." in memory.messages[0]
     resumed.learn(24)
     ours = [checkpoint.checkpoint_name(number) for number in (2, 3)]
     assert names(tmp_path) == [*ours, f"{ours[1]}.damaged"]

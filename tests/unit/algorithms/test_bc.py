@@ -198,17 +198,17 @@ def test_noise_shakes_the_state_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_pictures_move_within_bounds_and_borders_are_drawn_out(channels_last: bool) -> None:
+def test_images_move_within_bounds_and_borders_are_drawn_out(channels_last: bool) -> None:
     torch.manual_seed(0)
-    pictures = torch.randint(256, (400, 5, 6, 3), dtype=torch.uint8)
-    given = pictures if channels_last else pictures.permute(0, 3, 1, 2)
+    images = torch.randint(256, (400, 5, 6, 3), dtype=torch.uint8)
+    given = images if channels_last else images.permute(0, 3, 1, 2)
     moved = randomly_moved(given, 2)
     assert moved.dtype == torch.uint8
     assert moved.shape == given.shape
     moved = moved if channels_last else moved.permute(0, 2, 3, 1)
     seen = set()
-    for picture, result in zip(pictures.numpy(), moved.numpy(), strict=True):
-        padded = np.pad(picture, ((2, 2), (2, 2), (0, 0)), mode="edge")
+    for image, result in zip(images.numpy(), moved.numpy(), strict=True):
+        padded = np.pad(image, ((2, 2), (2, 2), (0, 0)), mode="edge")
         windows = {(y, x): padded[y : y + 5, x : x + 6] for y in range(5) for x in range(5)}
         found = [place for place, window in windows.items() if np.array_equal(window, result)]
         assert len(found) == 1
@@ -217,20 +217,20 @@ def test_pictures_move_within_bounds_and_borders_are_drawn_out(channels_last: bo
 
 
 def test_a_shift_reaches_what_is_learned() -> None:
-    def fitted_to_pictures(shift: int) -> Tensor:
+    def fitted_to_images(shift: int) -> Tensor:
         torch.manual_seed(0)
         space = gym.spaces.Dict({"camera": gym.spaces.Box(0, 255, (16, 16, 3), np.uint8)})
         policy = VLAPolicy(space, gym.spaces.Box(-1, 1, (4,), np.float32), chunk=2, size="tiny")
-        pictures = torch.randint(256, (32, 16, 16, 3), dtype=torch.uint8)
-        samples = TensorDict({"observation": {"camera": pictures}, "action": torch.rand(32, 4)}, batch_size=[32])
+        images = torch.randint(256, (32, 16, 16, 3), dtype=torch.uint8)
+        samples = TensorDict({"observation": {"camera": images}, "action": torch.rand(32, 4)}, batch_size=[32])
         BC(policy=policy, cfg=BCConfig(image_shift=shift)).update(samples)
         return weights(policy)
 
-    assert torch.equal(fitted_to_pictures(0), fitted_to_pictures(0))
-    assert not torch.equal(fitted_to_pictures(2), fitted_to_pictures(0))
+    assert torch.equal(fitted_to_images(0), fitted_to_images(0))
+    assert not torch.equal(fitted_to_images(2), fitted_to_images(0))
 
 
-def test_a_shift_changes_pictures_and_nothing_else() -> None:
+def test_a_shift_changes_images_and_nothing_else() -> None:
     samples = demonstrations(50)
     samples["observation"]["camera"] = torch.randint(256, (50, 8, 8, 3), dtype=torch.uint8)
     moved = seen_in_an_update(samples, image_shift=3)
@@ -241,7 +241,7 @@ def test_a_shift_changes_pictures_and_nothing_else() -> None:
         BCConfig(image_shift=-1)
 
 
-def test_a_shift_without_pictures_is_refused() -> None:
+def test_a_shift_without_images_is_refused() -> None:
     with refused(ConfigError, "algo.image_shift", 3):
         BC(policy=mlp(), cfg=BCConfig(image_shift=3)).update(demonstrations(50))
 

@@ -306,17 +306,17 @@ def test_where_final_observations_overflow_the_oldest_lose_their_weight(at_once:
 # What is stored, and what it takes
 
 
-def test_pictures_are_stored_once_and_stay_bytes() -> None:
-    picture = torch.randint(0, 256, (4, 2, 8, 8, 3), dtype=torch.uint8)
-    batch = make_batch(picture, picture, action=torch.randint(0, 5, (4, 2, 1)))
+def test_images_are_stored_once_and_stay_bytes() -> None:
+    image = torch.randint(0, 256, (4, 2, 8, 8, 3), dtype=torch.uint8)
+    batch = make_batch(image, image, action=torch.randint(0, 5, (4, 2, 1)))
     buffer = ReplayBuffer(160)
     assert buffer.num_bytes == 0
     buffer.add(batch)
-    # 80 rows of 2 and a row of successors; 80 / 16 · 2 final pictures and one place to throw away.
-    pictures = (162 + 10 + 1) * 8 * 8 * 3
-    assert buffer.num_bytes == pictures + 162 * (8 + 4 + 8)  # and action, reward, ending
+    # 80 rows of 2 and a row of successors; 80 / 16 · 2 final images and one place to throw away.
+    images = (162 + 10 + 1) * 8 * 8 * 3
+    assert buffer.num_bytes == images + 162 * (8 + 4 + 8)  # and action, reward, ending
     assert ReplayBuffer.bytes_for(batch, 160) == buffer.num_bytes
-    assert pictures < 1.1 * 160 * 8 * 8 * 3
+    assert images < 1.1 * 160 * 8 * 8 * 3
     sample = buffer.sample(7)
     assert sample["observation"].dtype == sample["next_observation"].dtype == torch.uint8
     assert sample["observation"].shape == (7, 8, 8, 3)

@@ -349,7 +349,7 @@ def test_nothing_is_dropped_outside_updates() -> None:
 
 
 class PixelReach(gym.Env[Any, Any]):
-    """A picture and a privileged number; the reward is the action."""
+    """An image and a privileged number; the reward is the action."""
 
     def __init__(self) -> None:
         self.observation_space = gym.spaces.Dict(
@@ -368,12 +368,12 @@ class PixelReach(gym.Env[Any, Any]):
         return self.observe(), float(action[0]), False, self.time == 20, {}
 
     def observe(self) -> dict[str, Any]:
-        picture = self.np_random.integers(0, 255, (16, 16, 3), dtype=np.uint8)
-        return {"camera": picture, "priv": self.np_random.uniform(-1, 1, 2).astype(np.float32)}
+        image = self.np_random.integers(0, 255, (16, 16, 3), dtype=np.uint8)
+        return {"camera": image, "priv": self.np_random.uniform(-1, 1, 2).astype(np.float32)}
 
 
 @pytest.mark.parametrize("task", [DictTask, PixelReach])
-def test_named_groups_and_pictures(task: Any) -> None:
+def test_named_groups_and_images(task: Any) -> None:
     env = GymVecEnv([task] * 2)
     algorithm = make_sac(env)
     collector = SyncCollector(env, algorithm.policy, keep=SAC.required_keys, seed=0)
@@ -388,7 +388,7 @@ def test_named_groups_and_pictures(task: Any) -> None:
     assert algorithm.policy.get_value(rollout["observation"]).shape == (4, 2, 1)
 
 
-def test_the_critics_alone_see_privileged_groups_and_pictures_are_kept_as_bytes() -> None:
+def test_the_critics_alone_see_privileged_groups_and_images_are_kept_as_bytes() -> None:
     env = GymVecEnv([PixelReach])
     algorithm = make_sac(env)
     policy = algorithm.policy

@@ -207,7 +207,7 @@ def test_attempts_are_capped_and_the_batch_is_what_was_found() -> None:
     batch = made.collect(0)
     found = len(by_group(batch))
     assert 0 < found <= 3  # half of the six groups are of the mastered task
-    assert f"Only {found} of 6 wanted groups were found after 1 attempt; training goes on with them." in messages
+    assert f"Only {found} of 6 wanted groups were found after 1 attempt; training continues with them." in messages
 
 
 def test_surplus_groups_are_kept_up_to_max_groups() -> None:

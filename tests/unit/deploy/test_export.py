@@ -40,7 +40,7 @@ INPUTS = {
     "switches": ["observation"],
     "gsde": ["observation"],  # noise is for exploration
     "groups": ["camera", "robot.gripper", "robot.joints"],
-    "picture": ["observation"],
+    "image": ["observation"],
     "gru": ["observation", "hidden"],
     "gru on groups": ["camera", "robot.gripper", "robot.joints", "hidden"],
     "sac": ["observation"],

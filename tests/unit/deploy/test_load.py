@@ -37,7 +37,7 @@ from apexrl.run.trained_policy import load_trained
 CHUNK = 3
 RUNS = {
     "mlp": "lift",
-    "cnn": "picture",
+    "cnn": "image",
     "gru": "gru",
     "roa student": "roa mlp",
     "sac": "sac",

@@ -123,8 +123,8 @@ def test_no_damage_stops_a_plot(
         assert note.endswith("left out.") or "; left out " in note
         assert any(name in note for name in FILES)
         assert len(note) < 400
-    with Image.open(output) as picture:
-        assert picture.width > 500
+    with Image.open(output) as image:
+        assert image.width > 500
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_run_of_which_nothing_can_be_read_is_named(
     assert capsys.readouterr().err.splitlines() == [
         f"apexrl: {path}/metrics.jsonl: 1 of 1 lines are damaged or cut off; left out.",
         f"apexrl: {path}/evaluations.jsonl cannot be read: Is a directory; left out.",
-        f"apexrl: Nothing to draw yet in {path}: no episode has ended.",
+        f"apexrl: Nothing to plot yet in {path}: no episode has ended.",
     ]
 
 

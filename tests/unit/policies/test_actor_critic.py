@@ -91,15 +91,15 @@ def test_an_unknown_group_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 84, 84), (64, 64, 3), (12, 12, 1)])
-def test_pictures_in_either_channel_order(shape: tuple[int, int, int]) -> None:
+def test_images_in_either_channel_order(shape: tuple[int, int, int]) -> None:
     policy = ActorCritic(gym.spaces.Box(0, 255, shape, np.uint8), ACTIONS["discrete"])
-    pictures = torch.randint(0, 256, (2, 3, *shape), dtype=torch.uint8)
-    output = policy(pictures)
+    images = torch.randint(0, 256, (2, 3, *shape), dtype=torch.uint8)
+    output = policy(images)
     assert output.action.shape == (2, 3, 1)
-    assert output.value.std() > 0, "different pictures, different values"
+    assert output.value.std() > 0, "different images, different values"
 
 
-def test_nested_groups_with_pictures() -> None:
+def test_nested_groups_with_images() -> None:
     space = gym.spaces.Dict(
         {
             "robot": gym.spaces.Dict({"joints": gym.spaces.Box(-1, 1, (2,)), "gripper": gym.spaces.Box(0, 1, ())}),

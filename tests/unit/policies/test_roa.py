@@ -261,7 +261,7 @@ def test_an_error_that_is_not_about_the_groups_stays_as_it_is() -> None:
         mode(policy, observe(4).double())
 
 
-def test_pictures_cannot_be_stacked_frames() -> None:
-    picture = gym.spaces.Dict({**space().spaces, "policy": gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)})
+def test_images_cannot_be_stacked_frames() -> None:
+    image = gym.spaces.Dict({**space().spaces, "policy": gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)})
     with refused(ConfigError, "stacked frames", "'policy'"):
-        make_policy(picture)
+        make_policy(image)

@@ -80,7 +80,7 @@ def record_demos(
         suite: with scripted experts, unless there are plans.
         path: directory of the files; made when it is not there.
         per_task: demonstrations of each task.
-        num_workers: processes that each record a task; 0 records here, or in one process when the suite draws.
+        num_workers: processes that each record a task; 0 records here, or in one process when the suite renders.
         start: number of the initial state to begin with.
         plans: actions to take instead of asking the scripted experts, such as ``TrainedPolicy.plans``; whoever made
             them may have seen something else than this suite shows and is recorded.
@@ -129,7 +129,7 @@ def _record_in_processes(
     """Record every task in a process; Ctrl-C is for this one, which then ends the others at once."""
     context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
     count = min(max(1, num_workers), suite.num_tasks)
-    # Where it draws, a new process for every task: a graphics context dies with its process.
+    # Where it renders, a new process for every task: a graphics context dies with its process.
     with ProcessPoolExecutor(count, context, max_tasks_per_child=1 if suite.renders else None) as pool:
         try:
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # processes begin with what is blocked
@@ -257,6 +257,6 @@ def _write_demo(group: h5py.Group, demo: _Demo) -> None:
     for name, values in (("actions", demo.actions), ("states", demo.states), ("rewards", last), ("dones", last)):
         group.create_dataset(name, data=values)
     for name, values in demo.obs.items():
-        # Pictures differ little from one step to the next; vectors are too small to gain.
+        # Images differ little from one step to the next; vectors are too small to gain.
         options = {"compression": "gzip", "compression_opts": 1} if values.dtype == np.uint8 else {}
         group.create_dataset(f"obs/{name}", data=values, **options)

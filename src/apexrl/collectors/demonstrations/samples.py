@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from apexrl.core.errors import ApexRLError, ConfigError
 from apexrl.core.instructions import encode_instruction
-from apexrl.core.observations import is_picture
+from apexrl.core.observations import is_image
 from apexrl.core.types import ACTION, INSTRUCTION_KEY, OBSERVATION, STATE_KEY, TASK_ID
 from apexrl.envs.options import check_at_least
 from apexrl.envs.suites.base import TaskSuite
@@ -32,8 +32,8 @@ DEMO_ID = "demo_id"
 SUFFIX = "_demo.hdf5"
 LIBERO_STATE = ("ee_pos", "ee_ori", "gripper_states")
 """What LIBERO's files hold of our group ``state``, in this order."""
-LIBERO_PICTURE = "{}_rgb"
-"""What LIBERO's files call the pictures of a camera; they stand upside down."""
+LIBERO_IMAGE = "{}_rgb"
+"""What LIBERO's files call the images of a camera; they stand upside down."""
 
 
 def load_demos(
@@ -44,8 +44,8 @@ def load_demos(
     The action of a sample is the next ``chunk`` actions, row by row. At the end of a demonstration, where fewer are
     left, the last one is repeated; ``valid_steps`` says how many are real.
 
-    LIBERO's own files are read too: ``state`` is made of ``ee_pos``, ``ee_ori`` and ``gripper_states``, the pictures
-    of a camera are ``<camera>_rgb`` turned upright. Pictures of another size are resized.
+    LIBERO's own files are read too: ``state`` is made of ``ee_pos``, ``ee_ori`` and ``gripper_states``, the images
+    of a camera are ``<camera>_rgb`` turned upright. Images of another size are resized.
 
     Args:
         path: a file, or a directory of files.
@@ -80,7 +80,7 @@ def load_demos(
                 found += [_Found(task_id, file, words, demo, _actions(demo, file, size)) for demo in demos]
         if len(widths := {demo.actions.shape[1] for demo in found}) > 1:
             raise ConfigError(f"{path}: the files hold actions of different sizes, {sorted(widths)}.")
-        # Pictures may fill most of the memory, so all of it is taken at once and each demonstration read to its place.
+        # Images may fill most of the memory, so all of it is taken at once and each demonstration read to its place.
         total, filled = sum(len(demo.actions) for demo in found), 0
         samples = TensorDict(batch_size=[total])
         for demo_id, demo in enumerate(found):
@@ -213,15 +213,15 @@ def _samples(demo: _Found, wanted: dict[str, gym.Space[Any]], chunk: int) -> Ten
 def _group(demo: h5py.Group, name: str, box: gym.Space[Any], file: Path, count: int) -> torch.Tensor:
     """Return one group of the observations, in our names or in LIBERO's."""
     assert isinstance(box, gym.spaces.Box)
-    libero_picture = f"obs/{LIBERO_PICTURE.format(name)}"
+    libero_image = f"obs/{LIBERO_IMAGE.format(name)}"
     if name == STATE_KEY and f"obs/{name}" not in demo and f"obs/{LIBERO_STATE[0]}" in demo:
         values = np.concatenate([_read(demo, f"obs/{part}", file, box.dtype) for part in LIBERO_STATE], axis=-1)
-    elif f"obs/{name}" not in demo and libero_picture in demo:
-        values = _read(demo, libero_picture, file, box.dtype)[:, ::-1]
+    elif f"obs/{name}" not in demo and libero_image in demo:
+        values = _read(demo, libero_image, file, box.dtype)[:, ::-1]
     else:
         values = _read(demo, f"obs/{name}", file, box.dtype)
     group = torch.from_numpy(np.ascontiguousarray(values))
-    if is_picture(box) and group.ndim == 4 and group.shape[1:] != box.shape and group.shape[-1] == box.shape[-1]:
+    if is_image(box) and group.ndim == 4 and group.shape[1:] != box.shape and group.shape[-1] == box.shape[-1]:
         channels_first = group.permute(0, 3, 1, 2).float()
         resized = functional.interpolate(channels_first, box.shape[:2], mode="area")
         group = resized.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
@@ -234,7 +234,7 @@ def _group(demo: h5py.Group, name: str, box: gym.Space[Any], file: Path, count: 
 
 
 def _read(demo: h5py.Group, name: str, file: Path, dtype: Any) -> NDArray[Any]:
-    """Return a dataset as numbers of a dtype; bytes, such as pictures, must be bytes, and others finite."""
+    """Return a dataset as numbers of a dtype; bytes, such as images, must be bytes, and others finite."""
     found, named = demo.get(name), f"the dataset '{demo.name}/{name}'"
     if not isinstance(found, hdf5().Dataset):
         there = sorted(demo["obs"]) if name.startswith("obs/") and "obs" in demo else sorted(demo)

@@ -34,7 +34,7 @@ class RayCollector(BaseCollector):
     A batch ``[T, N]`` is one rollout of every worker side by side, always in the same columns. Every call of
     ``collect`` publishes the current weights as the next version, once, through Ray's object store, and orders one
     rollout with them from every worker. With ``max_staleness`` 0 it waits for these; otherwise it hands out those
-    that were ordered that many calls ago, while the workers go on. Every transition is stamped with its version
+    that were ordered that many calls ago, while the workers continue. Every transition is stamped with its version
     (``policy_version``), each rollout is handed out once, in order, and none is older than ``max_staleness`` versions.
     States are valued here, with the current weights.
 

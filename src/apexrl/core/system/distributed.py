@@ -58,7 +58,7 @@ def own_device(device: torch.device) -> torch.device:
 
 
 def join_ranks(device: torch.device) -> None:
-    """Meet the other processes, when ``torchrun`` has started this one with others; only the first goes on printing."""
+    """Join the other processes that ``torchrun`` started, if any; only the first continues to print."""
     global _patient
     if not _started_by_torchrun() or dist.is_initialized():
         return

@@ -110,7 +110,7 @@ def parse_json_lines(text: str) -> list[dict[str, Any]]:
 
 
 def cut_json_lines(path: Path, last_iteration: int, max_lines: int | None = None) -> None:
-    """Drop the lines after an iteration, so that a resumed run writes them anew, and those that are damaged.
+    """Drop the lines after an iteration, so that a resumed run writes them again, and those that are damaged.
 
     The file is replaced atomically.
 

@@ -31,7 +31,7 @@ _INSTALL = "Install it with: pip install 'apexrl[envpool]'."
 class EnvPoolVecEnv(VecEnv):
     """One envpool, which steps N environments in threads of C++.
 
-    Observations become float32 tensors (pictures stay uint8), Discrete ones one-hot vectors. Actions are clipped to
+    Observations become float32 tensors (images stay uint8), Discrete ones one-hot vectors. Actions are clipped to
     their bounds. Metrics are found in ``info`` as ``GymVecEnv`` finds them. A seed makes a new pool, since envpool
     takes one at no other time.
 
@@ -100,11 +100,11 @@ class EnvPoolVecEnv(VecEnv):
         return EnvPoolVecEnv(self._make, num_envs, self.device)
 
     def render(self, index: int = 0) -> NDArray[np.uint8]:
-        """Draw environment ``index`` as an ``[H, W, 3]`` picture; needs the option ``render_mode="rgb_array"``."""
+        """Render environment ``index`` as an ``[H, W, 3]`` image; needs the option ``render_mode="rgb_array"``."""
         try:
             return np.array(self._pool.render(env_ids=index)[0], np.uint8)
         except RuntimeError as error:
-            raise EnvError(f"envpool cannot draw: {error}.") from error
+            raise EnvError(f"envpool cannot render: {error}.") from error
 
     def close(self) -> None:
         """End the threads."""

@@ -25,7 +25,7 @@ from apexrl.core.metrics import MetricSpec
 from apexrl.core.system.seeding import spawn_seeds
 from apexrl.core.types import EnvStep, Observation
 from apexrl.envs.base import VecEnv
-from apexrl.envs.display import MUJOCO_HINT, draw_without_display
+from apexrl.envs.display import MUJOCO_HINT, render_without_display
 from apexrl.envs.step_buffers import StepBuffers
 from apexrl.envs.workers.arrays import map_tree
 from apexrl.envs.workers.gym_group import MAX_METRICS, EnvGroup, Found, MakeFn, StateError, users_frames
@@ -37,7 +37,7 @@ T = TypeVar("T")
 class GymVecEnv(VecEnv):
     """Gymnasium environments stepped together.
 
-    Observations become float32 tensors (pictures stay uint8), Discrete ones one-hot vectors, Tuple ones
+    Observations become float32 tensors (images stay uint8), Discrete ones one-hot vectors, Tuple ones
     groups named ``"0"``, ``"1"``, …. Actions are clipped to their bounds. Numbers in ``info`` named
     ``success``, ``fail``, or with ``reward`` at either end of their name are reported as metrics, from the step on at
     which the first environment has them.
@@ -69,7 +69,7 @@ class GymVecEnv(VecEnv):
     ) -> None:
         if not make_fns:
             raise EnvError("GymVecEnv needs at least one function that makes an environment.")
-        draw_without_display()  # before the functions import MuJoCo
+        render_without_display()  # before the functions import MuJoCo
         self.num_envs = len(make_fns)
         self.device = torch.device(device)
         self._make_fns = list(make_fns)
@@ -159,9 +159,9 @@ class GymVecEnv(VecEnv):
         return seconds if isinstance(seconds, int | float) and seconds > 0 else None, fps
 
     def render(self, index: int = 0) -> NDArray[np.uint8]:
-        """Draw environment ``index`` as an ``[H, W, 3]`` picture."""
+        """Render environment ``index`` as an ``[H, W, 3]`` image."""
         try:
-            return _naming_errors("draw", self._group.render, index)
+            return _naming_errors("render", self._group.render, index)
         except EnvError as error:
             if "mujoco" not in sys.modules:
                 raise
@@ -213,7 +213,7 @@ def find_gym_id(env_id: str) -> str | None:
 
 
 def gym_make_fns(env_id: str, num_envs: int, **kwargs: Any) -> list[MakeFn]:
-    """Return functions that make a registered environment, able to draw pictures where it can.
+    """Return functions that make a registered environment, which renders images where it can.
 
     Args:
         env_id: an id of Gymnasium's registry, or ``module:id``.
@@ -225,13 +225,13 @@ def gym_make_fns(env_id: str, num_envs: int, **kwargs: Any) -> list[MakeFn]:
     """
     if (found := find_gym_id(env_id)) is None:
         raise EnvError(f"Gymnasium has no environment {env_id!r}.{did_you_mean(env_id, gym.registry)}")
-    draw_without_display()  # before the entry point imports MuJoCo
+    render_without_display()  # before the entry point imports MuJoCo
     return _make_fns(gym.registry[found.rpartition(":")[2]].entry_point, found, env_id, num_envs, kwargs)
 
 
 def own_make_fns(maker: Callable[..., Any], env_id: str, num_envs: int, **kwargs: Any) -> list[MakeFn]:
     """Return the same for a class, or a function that makes one environment; ``max_episode_steps`` is Gymnasium's."""
-    draw_without_display()
+    render_without_display()
     return _make_fns(maker, gym.envs.registration.EnvSpec(env_id, maker), env_id, num_envs, kwargs)
 
 
@@ -245,7 +245,7 @@ def _make_fns(
         extra = next((extras[word] for word in extras if word in str(error).lower()), None)
         hint = f" Install it with: pip install 'apexrl[{extra}]'" if extra else ""
         raise EnvError(f"{env_id} needs a package that is not installed: {error}{hint}") from error
-    # Nothing is drawn until render is called.
+    # Nothing is rendered until render is called.
     takes_mode = inspect.isfunction(creator) and "render_mode" in inspect.signature(creator).parameters
     if takes_mode or "rgb_array" in getattr(creator, "metadata", {}).get("render_modes", ()):
         kwargs = {"render_mode": "rgb_array", **kwargs}

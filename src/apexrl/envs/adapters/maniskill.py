@@ -28,7 +28,7 @@ MakePart: TypeAlias = Callable[[int], Any]
 
 _INSTALL = "ManiSkill has an environment of its own: pip install mani-skill==3.0.1."
 _VULKAN = (
-    "ManiSkill needs a Vulkan device even where nothing is drawn. Without a graphics card, let VK_ICD_FILENAMES name "
+    "ManiSkill needs a Vulkan device even where nothing is rendered. Without a graphics card, let VK_ICD_FILENAMES name "
     "SwiftShader, as 'make test-maniskill' does; see docs/environments.md."
 )
 
@@ -106,15 +106,15 @@ class ManiSkillVecEnv(VecEnv):
         return ManiSkillVecEnv(self._make, num_envs, self.device, together=self._together)
 
     def render(self, index: int = 0) -> NDArray[np.uint8]:
-        """Draw environment ``index`` as an ``[H, W, 3]`` picture."""
+        """Render environment ``index`` as an ``[H, W, 3]`` image."""
         size = self.num_envs // len(self._parts)
         part = self._parts[index // size]
         try:
-            picture = part.render()[index % size]
+            image = part.render()[index % size]
         except (RuntimeError, TypeError) as error:
             needs = "It needs a graphics card, render_mode 'rgb_array' and a render_backend."
-            raise EnvError(f"ManiSkill cannot draw here: {str(error).rstrip('.')}. {needs}") from error
-        return np.asarray(picture.cpu(), np.uint8)
+            raise EnvError(f"ManiSkill cannot render here: {str(error).rstrip('.')}. {needs}") from error
+        return np.asarray(image.cpu(), np.uint8)
 
     def close(self) -> None:
         """Close the simulators."""
@@ -130,7 +130,7 @@ class ManiSkillVecEnv(VecEnv):
             raise EnvError(f"ManiSkill could not make the environment: {str(error).rstrip('.')}.{hint}") from error
 
     def _observation(self, parts: Sequence[Any]) -> Any:
-        """Join the observations of the simulators: float32, and uint8 for pictures."""
+        """Join the observations of the simulators: float32, and uint8 for images."""
         if isinstance(parts[0], Mapping):
             return {key: self._observation([part[key] for part in parts]) for key in parts[0]}
         joined = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(self.device)
@@ -147,7 +147,7 @@ def make_maniskill(
     """Make a task of ManiSkill by its name, such as ``"PickCube-v1"``; on a GPU ManiSkill simulates there.
 
     Args:
-        ignore_terminations: whether an episode goes on to its time limit after success or failure. ManiSkill's dense
+        ignore_terminations: whether an episode continues to its time limit after success or failure. ManiSkill's dense
             rewards are paid at every step, so that an end at success would cost the policy all rewards after it.
         **kwargs: passed to ``gymnasium.make``: ``obs_mode`` (``"state"`` unless told, ``"state_dict"`` for named
             groups), ``control_mode``, ``reward_mode``, ``max_episode_steps``, …
@@ -160,8 +160,8 @@ def make_maniskill(
     registered = load_simulator("mani_skill.utils.registration", _INSTALL).REGISTERED_ENVS
     check_known("ManiSkill has no task", [id], registered)
     on_gpu = torch.device(device).type == "cuda"
-    drawing = {"render_mode": "rgb_array"} if torch.cuda.is_available() else {"render_backend": "none"}
-    options = {"obs_mode": "state", "sim_backend": "physx_cuda" if on_gpu else "physx_cpu"} | drawing | kwargs
+    rendering = {"render_mode": "rgb_array"} if torch.cuda.is_available() else {"render_backend": "none"}
+    options = {"obs_mode": "state", "sim_backend": "physx_cuda" if on_gpu else "physx_cpu"} | rendering | kwargs
     together = "cpu" not in options["sim_backend"]
     # With it resets draw from generators of their own, which follow from the seed. It gives one seed to all
     # environments that are reset together, and takes that of the first one even where that one is not reset.

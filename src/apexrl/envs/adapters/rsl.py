@@ -183,14 +183,14 @@ class RslVecEnv(VecEnv):
             self._remember(self._current())
 
     def render(self, index: int = 0) -> NDArray[np.uint8]:
-        """Draw environment ``index``; a simulator that draws only one picture draws environment 0."""
-        picture = self.simulator.render() if hasattr(self.simulator, "render") else None
-        if picture is None:
+        """Render environment ``index``; a simulator that renders only one image renders environment 0."""
+        image = self.simulator.render() if hasattr(self.simulator, "render") else None
+        if image is None:
             raise EnvError(f"{type(self.simulator).__name__} cannot be drawn.")
-        pictures = np.asarray(picture, np.uint8).reshape(-1, *np.shape(picture)[-3:])
-        if index >= len(pictures):
-            raise EnvError(f"{type(self.simulator).__name__} draws {len(pictures)} pictures, not number {index}.")
-        return np.asarray(pictures[index])
+        images = np.asarray(image, np.uint8).reshape(-1, *np.shape(image)[-3:])
+        if index >= len(images):
+            raise EnvError(f"{type(self.simulator).__name__} renders {len(images)} images, not number {index}.")
+        return np.asarray(images[index])
 
     def close(self) -> None:
         """Close the simulator, where it can be closed."""

@@ -26,7 +26,7 @@ from apexrl.core.system.seeding import spawn_seeds
 from apexrl.core.types import EnvStep, Observation
 from apexrl.envs.base import VecEnv
 from apexrl.envs.camera import Camera
-from apexrl.envs.display import draw_without_display
+from apexrl.envs.display import render_without_display
 from apexrl.envs.mujoco.payload import WalkerPayload
 from apexrl.envs.mujoco.simulation import Threads, make_models, model_differences, num_cores, set_model_differences
 from apexrl.envs.mujoco.tasks import GYMNASIUM_TASKS, MujocoTask, NumpyArray, Parts
@@ -309,7 +309,7 @@ class MujocoVecEnv(VecEnv):
         return self.models[0].opt.timestep * self.task.frame_skip, None
 
     def render(self, index: int = 0) -> NDArray[np.uint8]:
-        """Draw environment ``index`` as a ``[480, 480, 3]`` picture."""
+        """Render environment ``index`` as a ``[480, 480, 3]`` image."""
         if not 0 <= index < self.num_envs:
             raise EnvError(f"MujocoVecEnv has environments 0 to {self.num_envs - 1}, not {index}.")
         model = self.models[index]
@@ -322,7 +322,7 @@ class MujocoVecEnv(VecEnv):
         ours, shown = self._data[index], self._camera.data
         shown.qpos[:], shown.qvel[:] = ours.qpos, ours.qvel
         self._mujoco.mj_forward(self._camera.model, shown)
-        return self._camera.draw()
+        return self._camera.render()
 
     def _close_camera(self) -> None:
         if self._camera is not None:
@@ -336,7 +336,7 @@ class MujocoVecEnv(VecEnv):
 
 
 def _load_mujoco() -> Any:
-    draw_without_display()
+    render_without_display()
     try:
         return importlib.import_module("mujoco")
     except ImportError as error:

@@ -42,7 +42,7 @@ RANGES: Final = {
     "density": (100.0, 600.0),
     "offset": (-0.1, 0.1),
 }
-"""What physics are drawn from unless told, and what the observations map to [-1, 1], whatever they are drawn from."""
+"""What physics are sampled from by default, and what the observations map to [-1, 1] in any case."""
 LOG_PAYLOAD_RANGE: Final = (math.log(100.0 * 0.16**3), math.log(600.0 * 0.28**3))
 """The range of the object's log mass that follows from these."""
 CHANGES: Final = ("mass", "friction", "strength", "payload", "offset")
@@ -74,7 +74,7 @@ class WalkerPayload(MujocoTask):
 
     g (120 (pose + a - q) - 1.5 q̇) N·m, at most 100 g
 
-    Every episode draws anew (u uniform, log u log-uniform): the scale of its masses u(0.8, 1.3), friction u(0.5, 1.5),
+    Every episode samples (u uniform, log u log-uniform): the scale of its masses u(0.8, 1.3), friction u(0.5, 1.5),
     the strength of its servos g = u(0.6, 1.4), half the cube's edge h = u(0.08, 0.14) m, its density
     log u(100, 600) kg/m³, that is 0.4 to 13 kg on a body of 24 kg, and its place u(-0.1, 0.1) m. With v the mean speed
     of the torso over the step of 0.02 s:
@@ -122,9 +122,9 @@ class WalkerPayload(MujocoTask):
     change_step: int = 0
     """Steps of an episode after which its physics change; 0 for never."""
     change: str = "strength"
-    """What is then drawn again: mass, friction, strength, payload (the size stays) or offset."""
+    """What is then sampled again: mass, friction, strength, payload (the size stays) or offset."""
     change_to: float | None = None
-    """The value that it takes instead of a drawn one."""
+    """The value that it takes instead of a sampled one."""
 
     def __post_init__(self) -> None:
         for name in ("history", "command_period", "frame_skip"):
@@ -187,7 +187,7 @@ class WalkerPayload(MujocoTask):
         return self.load()
 
     def draw_physics(self, rng: np.random.Generator) -> WalkerPhysics:
-        """Draw what differs from episode to episode."""
+        """Sample what differs from episode to episode."""
         ranges = (self.mass_range, self.friction_range, self.strength_range, self.size_range, self.offset_range)
         mass, friction, strength, size, offset = (rng.uniform(*bounds) for bounds in ranges)
         density = math.exp(rng.uniform(*np.log(self.density_range)))
@@ -223,7 +223,7 @@ class WalkerPayload(MujocoTask):
         mujoco.mj_setConst(model, scratch)
 
     def begin(self, model: Any, data: Any, rng: np.random.Generator) -> None:
-        """Draw physics, a first state around the standing pose, a command and when the next one comes."""
+        """Sample physics, a first state around the standing pose, a command and when the next one comes."""
         import mujoco
 
         self.set_physics(model, self.draw_physics(rng), scratch=data)
@@ -239,11 +239,11 @@ class WalkerPayload(MujocoTask):
     def change_models(
         self, models: Sequence[Any], elapsed: NumpyArray, generators: Sequence[np.random.Generator]
     ) -> None:
-        """Draw one of the physics anew ``change_step`` steps after an episode began."""
+        """Sample one of the physics again ``change_step`` steps after an episode began."""
         import mujoco
 
         for i in np.flatnonzero(elapsed == self.change_step).tolist() if self.change_step else ():
-            # Numbers from far ahead in the stream: in all else the episode goes on as if nothing had changed.
+            # Numbers from far ahead in the stream: in all else the episode continues as if nothing had changed.
             stream: Any = generators[i].bit_generator
             now, new = self.physics(models[i]), self.draw_physics(np.random.Generator(stream.jumped()))
             new = new._replace(payload=new.payload * (now.size / new.size) ** 3)

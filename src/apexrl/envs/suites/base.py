@@ -17,8 +17,8 @@ from apexrl.core.errors import ConfigError
 Split = Literal["train", "val", "test"]
 """``test`` is another name of ``val``: the initial states that are never trained on."""
 
-PICTURE_SIZE = 256
-"""Height and width of pictures for people."""
+RENDER_SIZE = 256
+"""Height and width of images for people, in pixels."""
 
 
 def own_split(split: str) -> Literal["train", "val"]:
@@ -29,9 +29,9 @@ def own_split(split: str) -> Literal["train", "val"]:
 
 
 def camera_space(num_numbers: int, cameras: Sequence[str], image_size: int) -> gym.spaces.Dict:
-    """Return the space of the group ``state``, and of a group of pictures for each camera."""
-    pictures = {camera: gym.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8) for camera in cameras}
-    return gym.spaces.Dict({"state": gym.spaces.Box(-np.inf, np.inf, (num_numbers,), np.float32), **pictures})
+    """Return the space of the group ``state``, and of a group of images for each camera."""
+    images = {camera: gym.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8) for camera in cameras}
+    return gym.spaces.Dict({"state": gym.spaces.Box(-np.inf, np.inf, (num_numbers,), np.float32), **images})
 
 
 def hash_init_state(init_state: NDArray[np.float64]) -> str:
@@ -80,11 +80,11 @@ class Simulator(ABC):
 
     @abstractmethod
     def observe(self) -> dict[str, NDArray[Any]]:
-        """Return every group of the suite's ``observation_space``. Pictures are drawn here and nowhere else."""
+        """Return every group of the suite's ``observation_space``. Images are rendered here and nowhere else."""
 
     @abstractmethod
-    def picture(self) -> NDArray[np.uint8]:
-        """Draw the scene for people, ``[H, W, 3]``."""
+    def render(self) -> NDArray[np.uint8]:
+        """Render the scene for people, ``[H, W, 3]``."""
 
     def expert_action(self) -> NDArray[np.float32]:
         """Return what the suite's scripted expert would do now; NotImplementedError where there is none."""
@@ -112,7 +112,7 @@ class TaskSuite(ABC):
     control_hz: float = 20.0
     """Control steps in a second of the simulated world."""
     renders: bool = False
-    """Whether observations hold pictures: then every simulator needs a process of its own."""
+    """Whether observations hold images: then every simulator needs a process of its own."""
 
     @property
     def num_tasks(self) -> int:
@@ -131,11 +131,11 @@ class TaskSuite(ABC):
         return np.stack(self.init_states(task_id, own_split(split)))
 
     def random_init_state(self, task_id: int, seed: Sequence[int]) -> NDArray[np.float64]:
-        """Return an initial state drawn at random, the same one for the same seed; a ConfigError where none can be."""
+        """Return a random initial state, the same one for the same seed; a ConfigError where there are none."""
         raise ConfigError(f"task.random_init: '{self.name}' has fixed initial states only; set it to false.")
 
-    def draw_episodes(self, count: int, rng: np.random.Generator) -> list[StateEpisode]:
-        """Draw episodes from different validation states, as many of each task; a ConfigError where there are fewer."""
+    def sample_episodes(self, count: int, rng: np.random.Generator) -> list[StateEpisode]:
+        """Sample episodes from different validation states, equally many of each task; a ConfigError if there are fewer."""
         states = [self.init_states(task_id, "val") for task_id in range(self.num_tasks)]
         if count > (known := self.num_tasks * min(map(len, states))):
             states_of_tasks = f"{known} validation states of the {self.num_tasks} tasks of '{self.name}'"

@@ -18,7 +18,7 @@ from apexrl.core.instructions import INSTRUCTION_BYTES, encode_instruction
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.types import CONTROL_STEPS, EPISODE_ID, INSTRUCTION_KEY, LOST, TASK_ID, EnvStep, Observation
 from apexrl.envs.base import VecEnv
-from apexrl.envs.display import draw_without_display
+from apexrl.envs.display import render_without_display
 from apexrl.envs.mujoco.simulation import num_cores
 from apexrl.envs.options import check_at_least
 from apexrl.envs.step_buffers import StepBuffers
@@ -110,7 +110,7 @@ class SuiteVecEnv(VecEnv):
         self._waiting: dict[int, deque[int]] = {}
         """Indices in the queue of the episodes that have not begun; by task where a process holds one simulator."""
         self._was_reset = False
-        draw_without_display()  # before a worker imports MuJoCo
+        render_without_display()  # before a worker imports MuJoCo
         num_workers = num_cores() if num_workers is None else num_workers
         cached = max_cached_envs or (4 if suite.renders else 64)
         self.counts = WorkerCounts()
@@ -182,9 +182,9 @@ class SuiteVecEnv(VecEnv):
         self.assign(starts)
         return self.reset(), self._episode.tolist()
 
-    def draw_episodes(self, count: int, rng: np.random.Generator) -> Sequence[StateEpisode]:
+    def sample_episodes(self, count: int, rng: np.random.Generator) -> Sequence[StateEpisode]:
         """Draw episodes from different validation states, as many of each task."""
-        return self.suite.draw_episodes(count, rng)
+        return self.suite.sample_episodes(count, rng)
 
     def find_starts(self, episodes: Sequence[StateEpisode]) -> Sequence[InitState]:
         """Return the initial states of the episodes of a manifest."""
@@ -324,7 +324,7 @@ class SuiteVecEnv(VecEnv):
         return SuiteVecEnv(self.suite, num_envs, split="val", device=self.device, **self._options)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return an empty state when no episode runs; None otherwise: there is no way to go on from here."""
+        """Return an empty state when no episode runs; None otherwise: there is no way to continue from here."""
         return None if self._was_reset and (self._episode >= 0).any() else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -340,10 +340,10 @@ class SuiteVecEnv(VecEnv):
         self._task.fill(-1)
 
     def render(self, index: int = 0) -> NDArray[np.uint8]:
-        """Draw the scene of environment ``index``, in which an episode must run, as an ``[H, W, 3]`` picture."""
+        """Render the scene of environment ``index``, in which an episode must run, as an ``[H, W, 3]`` image."""
         if self._episode[index] < 0:
-            raise EnvError(f"There is nothing to draw: environment {index} runs no episode.")
-        return self._workers.picture(index)
+            raise EnvError(f"There is nothing to render: environment {index} runs no episode.")
+        return self._workers.render(index)
 
     def release(self) -> None:
         """Close the simulators and end the workers; the next ``reset`` starts others. What runs ends here."""

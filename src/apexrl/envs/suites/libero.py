@@ -1,7 +1,7 @@
 """LIBERO's five suites: a Panda arm moves household objects, asked in words.
 
-The simulation is LIBERO's own (robosuite on MuJoCo), with its tasks and its initial states; pictures are drawn by
-MuJoCo directly, so that a control step draws nothing and several simulators may live in a process.
+The simulation is LIBERO's own (robosuite on MuJoCo), with its tasks and its initial states; images are rendered by
+MuJoCo directly, so that a control step renders nothing and several simulators may live in a process.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 
 from apexrl.core.errors import ConfigError, EnvError, EnvStateError
 from apexrl.envs.camera import Camera
-from apexrl.envs.display import draw_without_display
+from apexrl.envs.display import render_without_display
 from apexrl.envs.options import check_at_least, check_known
-from apexrl.envs.suites.base import PICTURE_SIZE, Simulator, Split, TaskSuite, camera_space, own_split
+from apexrl.envs.suites.base import RENDER_SIZE, Simulator, Split, TaskSuite, camera_space, own_split
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Control steps an episode may take, as is usual for each suite."""
@@ -67,15 +67,15 @@ class LiberoSuite(TaskSuite):
     """One of LIBERO's suites.
 
     Observations: ``state`` holds the position of the end effector (3, metres), its orientation (3, axis times angle)
-    and the positions of the two fingers; each camera is a group of its own, upright (LIBERO's recorded pictures are
+    and the positions of the two fingers; each camera is a group of its own, upright (LIBERO's recorded images are
     upside down). Actions: change of position (3), of orientation (3), gripper (−1 opens, 1 closes).
 
     Args:
         benchmark_name: ``libero_spatial``, ``libero_object``, ``libero_goal``, ``libero_10`` or ``libero_90``.
         task_names: the tasks wanted, in this order; empty means all.
-        cameras: of ``agentview`` and ``eye_in_hand``; none means state only, and nothing is drawn.
-        image_size: height and width of a picture.
-        rendering: ``fast`` leaves out shadows, reflections and antialiasing, ``full`` draws as the benchmark does.
+        cameras: of ``agentview`` and ``eye_in_hand``; none means state only, and nothing is rendered.
+        image_size: height and width of an image.
+        rendering: ``fast`` leaves out shadows, reflections and antialiasing, ``full`` renders as the benchmark does.
         horizon: control steps after which an episode is truncated; the suite's usual number by default.
         assets: folder of LIBERO's scene files; found through ``APEXRL_LIBERO_ASSETS`` or where LIBERO puts them.
 
@@ -218,21 +218,21 @@ class LiberoSimulator(Simulator):
         return bool(solved)
 
     def observe(self) -> dict[str, NDArray[Any]]:
-        """Return ``state`` and the cameras' pictures; what follows does not depend on whether this was called."""
+        """Return ``state`` and the cameras' images; what follows does not depend on whether this was called."""
         self._place()
         gripper = self._data.qpos[self._robot._ref_gripper_joint_pos_indexes]
         position = self._data.site_xpos[self._robot.eef_site_id]
         state = np.concatenate((position, _axis_angle(self._data.xquat[self._hand]), gripper))
-        pictures = {}
+        images = {}
         if self._camera_context is not None:
-            pictures = {name: self._camera_context.draw(CAMERAS[name], self._image_size) for name in self._cameras}
-        return {"state": state.astype(np.float32), **pictures}
+            images = {name: self._camera_context.render(CAMERAS[name], self._image_size) for name in self._cameras}
+        return {"state": state.astype(np.float32), **images}
 
-    def picture(self) -> NDArray[np.uint8]:
-        """Draw what the camera ``agentview`` sees."""
+    def render(self) -> NDArray[np.uint8]:
+        """Render what the camera ``agentview`` sees."""
         self._place()
         self._camera_context = self._camera_context or self._make_camera_context()
-        return self._camera_context.draw(CAMERAS["agentview"], PICTURE_SIZE)
+        return self._camera_context.render(CAMERAS["agentview"], RENDER_SIZE)
 
     def _place(self) -> None:
         """Compute where things are: MuJoCo's positions lag the state by a substep. The dynamics are untouched."""
@@ -241,9 +241,9 @@ class LiberoSimulator(Simulator):
         self._mujoco.mj_camlight(self._model, self._data)
 
     def _make_camera_context(self) -> Camera:
-        # Not robosuite's: a second one in the process would take over the pictures of the first. Group 0 are shapes for
+        # Not robosuite's: a second one in the process would take over the images of the first. Group 0 are shapes for
         # collisions.
-        size, fast = max(self._image_size, PICTURE_SIZE), self._rendering == "fast"
+        size, fast = max(self._image_size, RENDER_SIZE), self._rendering == "fast"
         return Camera(self._model, self._data, size, fast=fast, hidden_groups=(0,))
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ def _make_libero_task(bddl_file: str, assets: str) -> Any:
 
     Where it puts its fixtures is random and no part of a state, so the draw is always the same one.
     """
-    draw_without_display()
+    render_without_display()
     _import_libero("")._assets_path_cache = assets
     wrapper, errors = _import_libero("envs.env_wrapper"), importlib.import_module("robosuite.utils.errors")
     random_state = np.random.get_state()

@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 
 from apexrl.core.errors import ConfigError, EnvError
 from apexrl.envs.camera import Camera
-from apexrl.envs.display import draw_without_display
+from apexrl.envs.display import render_without_display
 from apexrl.envs.options import check_at_least, check_known
-from apexrl.envs.suites.base import PICTURE_SIZE, Simulator, Split, TaskSuite, camera_space, own_split
+from apexrl.envs.suites.base import RENDER_SIZE, Simulator, Split, TaskSuite, camera_space, own_split
 from apexrl.envs.suites.instructions import INSTRUCTIONS, MT10
 
 TASK_NAMES: tuple[str, ...] = tuple(INSTRUCTIONS)
 """All 50 tasks, in Meta-World's order."""
 CAMERAS: tuple[str, ...] = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
-"""What a task can be seen from; pictures of the corners are turned upright."""
+"""What a task can be seen from; images of the corners are turned upright."""
 
 _FRAME, _OBJECT = 18, 4  # numbers of one frame of the observation, and where the objects begin in it
 _NONE = float(np.finfo(np.float64).max)  # stands for None in a state; NaN would make equal states unequal
@@ -128,10 +128,10 @@ class MetaWorldSimulator(Simulator):
 
     def observe(self) -> dict[str, NDArray[Any]]:  # noqa: D102
         observation = {"state": self._env._last_stable_obs[: self._num_observed].astype(np.float32)}
-        return observation | {name: self._draw(name, self._image_size) for name in self._cameras}
+        return observation | {name: self._render(name, self._image_size) for name in self._cameras}
 
-    def picture(self) -> NDArray[np.uint8]:  # noqa: D102
-        return self._draw("corner2", PICTURE_SIZE)
+    def render(self) -> NDArray[np.uint8]:  # noqa: D102
+        return self._render("corner2", RENDER_SIZE)
 
     def expert_action(self) -> NDArray[np.float32]:  # noqa: D102
         with warnings.catch_warnings():
@@ -185,10 +185,10 @@ class MetaWorldSimulator(Simulator):
                 found.append((name, value.shape, value.dtype))
         return found
 
-    def _draw(self, camera: str, size: int) -> NDArray[np.uint8]:
-        context = self._camera_context or Camera(self._model, self._data, max(self._image_size, PICTURE_SIZE))
+    def _render(self, camera: str, size: int) -> NDArray[np.uint8]:
+        context = self._camera_context or Camera(self._model, self._data, max(self._image_size, RENDER_SIZE))
         self._camera_context = context
-        return context.draw(camera, size, upside_down=camera.startswith("corner"))
+        return context.render(camera, size, upside_down=camera.startswith("corner"))
 
 
 class MetaWorldSuite(TaskSuite):
@@ -201,8 +201,8 @@ class MetaWorldSuite(TaskSuite):
         num_init_states: initial states of a task in each split; the first ones are the same however many there are.
         privileged: whether the group ``state`` holds the 39 numbers of Meta-World (this frame and the one before: hand,
             opening, objects; then the goal), or only the hand's position and its opening, 4 numbers.
-        cameras: each adds a group of its name with pictures; see ``CAMERAS``.
-        image_size: height and width of the pictures.
+        cameras: each adds a group of its name with images; see ``CAMERAS``.
+        image_size: height and width of the images.
 
     Raises:
         ConfigError: for an unknown task or camera, or a number that cannot be.
@@ -311,7 +311,7 @@ def _num_observed(privileged: bool) -> int:
 
 
 def _import(module: str) -> Any:
-    draw_without_display()  # before MuJoCo is imported
+    render_without_display()  # before MuJoCo is imported
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The common part of the tensor-native tasks: stepping, resetting in place, saving and drawing."""
+"""The common part of the tensor-native tasks: stepping, resetting in place, saving and rendering."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import EnvStep, Observation
 from apexrl.envs.base import VecEnv
 from apexrl.envs.options import check_count
-from apexrl.envs.tasks.drawing import Canvas
+from apexrl.envs.tasks.canvas import Canvas
 
 
 class Transition(NamedTuple):
@@ -93,8 +93,8 @@ class TensorTask(VecEnv):
         """Return what is seen in ``state``: ``[N, O]``, or named groups of that; parts of the state will do."""
 
     @abstractmethod
-    def _paint(self, canvas: Canvas, state: list[float]) -> None:
-        """Draw one environment's state."""
+    def _render(self, canvas: Canvas, state: list[float]) -> None:
+        """Render one environment's state."""
 
     def reset(self, seed: int | None = None) -> Observation:
         """Start a new episode everywhere; a seed makes everything that follows repeatable."""
@@ -161,10 +161,10 @@ class TensorTask(VecEnv):
         return self.dt, None
 
     def render(self, index: int = 0) -> NDArray[np.uint8]:
-        """Draw environment ``index`` as a ``[300, 400, 3]`` picture."""
+        """Render environment ``index`` as a ``[300, 400, 3]`` image."""
         if not 0 <= index < self.num_envs:
             raise EnvError(f"{type(self).__name__} has environments 0 to {self.num_envs - 1}, not {index}.")
         canvas = Canvas()
-        self._paint(canvas, self.state[index].tolist())
+        self._render(canvas, self.state[index].tolist())
         canvas.caption(f"step {int(self.elapsed[index])} / {self.max_episode_steps}")
         return canvas.pixels()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from apexrl.envs.tasks.base import TensorTask, Transition
-from apexrl.envs.tasks.drawing import BLUE, GRID, INK, ORANGE, STEEL, Canvas
+from apexrl.envs.tasks.canvas import BLUE, GRID, INK, ORANGE, STEEL, Canvas
 
 GRAVITY: Final = 9.8
 POLE_MASS: Final = 0.1
@@ -59,7 +59,7 @@ class CartPole(TensorTask):
     def _observe(self, state: Tensor) -> Tensor:
         return state
 
-    def _paint(self, canvas: Canvas, state: list[float]) -> None:
+    def _render(self, canvas: Canvas, state: list[float]) -> None:
         x, _, angle, _ = state
         canvas.look_at((0.0, 0.65), 72.0)
         for edge in (-X_LIMIT, X_LIMIT):

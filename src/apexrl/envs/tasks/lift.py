@@ -12,7 +12,7 @@ from torch import Tensor
 from apexrl.core.errors import ConfigError
 from apexrl.core.metrics import MetricSpec
 from apexrl.envs.tasks.base import TensorTask, Transition
-from apexrl.envs.tasks.drawing import GREEN, INK, LIGHT, MUTED, ORANGE, STEEL, WOOD, Canvas
+from apexrl.envs.tasks.canvas import GREEN, INK, LIGHT, MUTED, ORANGE, STEEL, WOOD, Canvas
 
 # Lengths in metres, speeds in metres a second. In one step a finger moves at most (0.5 + 0.2) * 0.05 = 0.035,
 # less than the 0.04 between the centres of a finger and the narrowest block in touch: nothing tunnels.
@@ -71,7 +71,7 @@ class Lift(TensorTask):
     Actions in [-1, 1]: velocity along x, velocity along y, and the finger command (positive closes, negative
     opens). Fingers push the block when they meet its side and stop on its top; when both touch it, it is held
     until they open, and then it falls. Success is holding the block at or above the target height; the
-    episode goes on until the time limit. An episode terminates as failed when the block passes the edge of
+    episode continues until the time limit. An episode terminates as failed when the block passes the edge of
     the table, or falls on the table from more than 10 cm.
 
     reward = 0.1 reach + 0.2 grasp + 0.7 lift, each in [0, 1]:
@@ -193,7 +193,7 @@ class Lift(TensorTask):
         seen = torch.cat((state[:, :11], state[:, 2:4] - state[:, 0:2]), 1)
         return torch.addcmul(self._shift, seen, self._scale)
 
-    def _paint(self, canvas: Canvas, state: list[float]) -> None:
+    def _render(self, canvas: Canvas, state: list[float]) -> None:
         x, y, block_x, block_y, size, _, _, _, _, gap, held, _ = state
         success = bool(held) and block_y >= self.target_height
         canvas.look_at((0.0, 0.22), 330.0)

@@ -16,7 +16,7 @@ from apexrl.core.metrics import MetricSpec
 from apexrl.core.types import CMD_KEY, OBJECT_KEY, OBS_KEY, OBS_PRIV_KEY
 from apexrl.envs.options import check_change_step, check_known, is_number
 from apexrl.envs.tasks.base import TensorTask, Transition
-from apexrl.envs.tasks.drawing import BLUE, GREEN, GRID, INK, LIGHT, MUTED, ORANGE, STEEL, Canvas, Color, Point
+from apexrl.envs.tasks.canvas import BLUE, GREEN, GRID, INK, LIGHT, MUTED, ORANGE, STEEL, Canvas, Color, Point
 
 # SI units.
 DT: Final = 0.05
@@ -50,14 +50,14 @@ RANGES: Final = {
     "command_y": (-1.0, 1.0),
     "phase": (0.0, COMMAND_PERIOD),  # rounded down
 }
-"""What is drawn uniformly; the object weighs density · size²."""
+"""What is sampled uniformly; the object weighs density · size²."""
 MASS_RANGE: Final = (BODY_MASS + 0.25 * 0.5**2, BODY_MASS + 1.8 * 1.5**2)
 PRIV_LOW: Final = (math.log(MASS_RANGE[0]), 0.0, 0.5, math.log(0.3), 0.0)
 PRIV_HIGH: Final = (math.log(MASS_RANGE[1]), 0.4, 6.0, math.log(2.0), 2.0)
 """The ranges of log mass, friction, drag, log gain and latency, which ``priv`` maps to [-1, 1]."""
 
 FRAME_SECTIONS: Final = {
-    "position": 2,  # nothing depends on it; the picture shows it
+    "position": 2,  # nothing depends on it; the image shows it
     "velocity": 2,
     "command": 2,
     "size": 1,
@@ -73,7 +73,7 @@ SECTION_SIZES: Final = list(FRAME_SECTIONS.values())
 class Payload(TensorTask):
     """Follow a commanded velocity while mass, ground, motor gain and latency are unknown.
 
-    A wheeled body of 2 kg carries an object over a plane. Every episode draws anew, with u uniform and log u
+    A wheeled body of 2 kg carries an object over a plane. Every episode samples, with u uniform and log u
     log-uniform: size s = u(0.5, 1.5), density ρ = log u(0.25, 1.8), mass m = 2 + ρ s², friction μ = u(0, 0.4),
     drag c = u(0.5, 6), gain g = log u(0.3, 2), latency L of 0, 1 or 2 steps, and a velocity of 0.5 N(0, I).
     Actions in [-1, 1]² are forces along x and y. One step of dt = 0.05 s:
@@ -93,10 +93,10 @@ class Payload(TensorTask):
     Args:
         max_episode_steps: steps until the episode is truncated.
         change_step: steps of an episode after which its physics change; 0 for never.
-        change: which parameter is then redrawn: ``mass`` (the size stays), ``friction``, ``drag``, ``gain``,
+        change: which parameter is then sampled again: ``mass`` (the size stays), ``friction``, ``drag``, ``gain``,
             ``latency`` or ``all``.
-        fixed: parameters that are not drawn but always have the value given here, also outside of the ranges.
-        change_to: values that changed parameters take instead of drawn ones.
+        fixed: parameters that are not sampled but always have the value given here, also outside of the ranges.
+        change_to: values that changed parameters take instead of sampled ones.
     """
 
     history: ClassVar[int] = NUM_FRAMES
@@ -137,7 +137,7 @@ class Payload(TensorTask):
         given, given_at_change = _given_values("fixed", fixed), _given_values("change_to", change_to)
         check_change_step("Payload", change_step, max_episode_steps)
         _check_change(change, change_step, given_at_change)
-        # NaN where a value is drawn.
+        # NaN where a value is sampled.
         self._given, self._given_later = (
             torch.tensor([values.get(name, math.nan) for name in PARAMETERS], device=self.device)
             for values in (given, given | given_at_change)
@@ -223,7 +223,7 @@ class Payload(TensorTask):
             OBS_PRIV_KEY: (priv - self._priv_middle) / self._priv_half,
         }
 
-    def _paint(self, canvas: Canvas, state: list[float]) -> None:
+    def _render(self, canvas: Canvas, state: list[float]) -> None:
         x, y, vx, vy, command_x, command_y, size, *rest = state
         physics = rest[: len(PARAMETERS)]
         canvas.look_at((0.45, 0.0), 110.0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from apexrl.envs.tasks.base import TensorTask, Transition
-from apexrl.envs.tasks.drawing import BLUE, GREEN, GRID, INK, ORANGE, PAPER, Canvas
+from apexrl.envs.tasks.canvas import BLUE, GREEN, GRID, INK, ORANGE, PAPER, Canvas
 
 GRAVITY: Final = 10.0
 DT: Final = 0.05
@@ -54,7 +54,7 @@ class Pendulum(TensorTask):
         angle, speed = state.chunk(2, 1)
         return torch.cat((angle.cos(), angle.sin(), speed), 1)
 
-    def _paint(self, canvas: Canvas, state: list[float]) -> None:
+    def _render(self, canvas: Canvas, state: list[float]) -> None:
         angle, _ = state
         canvas.look_at((0.0, 0.0), 105.0)
         canvas.disc((0.0, 0.0), 1.0, PAPER, edge=GRID)

@@ -11,7 +11,7 @@ from torch import Tensor
 from apexrl.core.errors import ConfigError
 from apexrl.core.metrics import MetricSpec
 from apexrl.envs.tasks.base import TensorTask, Transition
-from apexrl.envs.tasks.drawing import BLUE, GREEN, GRID, MUTED, ORANGE, RED, STEEL, Canvas
+from apexrl.envs.tasks.canvas import BLUE, GREEN, GRID, MUTED, ORANGE, RED, STEEL, Canvas
 
 COLORS: Final = (BLUE, ORANGE, GREEN, RED)
 
@@ -64,7 +64,7 @@ class Recall(TensorTask):
         go = clock == self.delay + 1
         return torch.cat((shown, go), 1).float()
 
-    def _paint(self, canvas: Canvas, state: list[float]) -> None:
+    def _render(self, canvas: Canvas, state: list[float]) -> None:
         cue, clock = int(state[0]), int(state[1])
         canvas.look_at((0.0, 0.0), 100.0)
         for i in range(self.num_cues):

@@ -34,7 +34,7 @@ def tree_leaves(tree: Tree) -> list[Array]:
 def flat_space(space: spaces.Space[Any]) -> spaces.Box | spaces.Dict:
     """Return the space of the arrays that observations of ``space`` become.
 
-    Box becomes float32 (pictures, that is uint8 with two or more dimensions, stay uint8; a Box without
+    Box becomes float32 (images, that is uint8 with two or more dimensions, stay uint8; a Box without
     dimensions gets one), Discrete a one-hot vector, MultiDiscrete the concatenation of its one-hot vectors,
     MultiBinary float32, Dict a Dict, and Tuple a Dict with the keys ``"0"``, ``"1"``, ….
     """

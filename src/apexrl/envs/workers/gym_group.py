@@ -242,7 +242,7 @@ class EnvGroup:
                 found.setdefault(name, {})[i] = float(value)
 
     def state(self) -> list[dict[str, Any]]:
-        """Return what each environment needs to go on from here, as arrays and plain values."""
+        """Return what each environment needs to continue from here, as arrays and plain values."""
         if not self._was_reset:
             raise StateError("Call reset before saving the environments.")
         return [self._state(i) for i in range(len(self.simulators))]
@@ -295,14 +295,14 @@ class EnvGroup:
             )
 
     def render(self, i: int) -> NDArray[np.uint8]:
-        """Draw environment ``i`` of this group as an ``[H, W, 3]`` picture."""
-        picture = self.simulators[i].render()
-        if not (isinstance(picture, np.ndarray) and picture.ndim == 3):
+        """Render environment ``i`` of this group as an ``[H, W, 3]`` image."""
+        image = self.simulators[i].render()
+        if not (isinstance(image, np.ndarray) and image.ndim == 3):
             mode = self.simulators[i].render_mode
             raise RuntimeError(
-                f"Environment {self.first + i} with render_mode={mode!r} gave no picture; use render_mode='rgb_array'."
+                f"Environment {self.first + i} with render_mode={mode!r} gave no image; use render_mode='rgb_array'."
             )
-        return picture.astype(np.uint8, copy=False)
+        return image.astype(np.uint8, copy=False)
 
     def close(self) -> None:
         """Close every environment."""

@@ -91,7 +91,7 @@ class Workers:
         self._call("load", [(states[envs.start : envs.stop],) for envs in self.ranges], START_TIMEOUT)
 
     def render(self, index: int) -> NDArray[np.uint8]:
-        """Draw environment ``index``."""
+        """Render environment ``index``."""
         worker = next(w for w, envs in enumerate(self.ranges) if index in envs)
         return np.asarray(self._call("render", {worker: (index - self.ranges[worker].start,)})[0])
 

@@ -72,9 +72,9 @@ class SimulatorCache:
             seen.append(simulator.observe())
         return self._stacked(seen), solved, taken, self.made, self.seconds
 
-    def picture(self, slot: int) -> NDArray[np.uint8]:
-        """Draw the scene of a slot."""
-        return self._enter(slot).picture()
+    def render(self, slot: int) -> NDArray[np.uint8]:
+        """Render the scene of a slot."""
+        return self._enter(slot).render()
 
     def close(self) -> None:
         """Close every simulator."""
@@ -128,4 +128,4 @@ if __name__ == "__main__":
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        os._exit(0)  # drawing contexts complain when the interpreter takes them down
+        os._exit(0)  # graphics contexts complain when the interpreter takes them down

@@ -149,10 +149,10 @@ class SuiteWorkers:
             found.append(SlotProgress(here, obs, np.array(solved, np.bool_), np.array(taken, np.int64)))
         return found, [slot for slot, worker in enumerate(self.worker_of) if worker in dead]
 
-    def picture(self, slot: int) -> NDArray[np.uint8]:
-        """Draw the scene of a slot."""
+    def render(self, slot: int) -> NDArray[np.uint8]:
+        """Render the scene of a slot."""
         worker = self.worker_of[slot]
-        self._send(worker, "picture", *self._places([slot], [0]))
+        self._send(worker, "render", *self._places([slot], [0]))
         answers, dead = self._receive([worker], max(START_TIMEOUT, self.step_timeout))
         if dead:
             raise EnvError(f"The worker of environment {slot} died while it drew.")

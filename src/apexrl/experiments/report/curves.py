@@ -32,7 +32,7 @@ class Curve:
 
 
 def common_axis(runs: Sequence[Run]) -> Axis:
-    """Return what runs are drawn over: steps, or iterations where all of them learn without an environment."""
+    """Return what runs are plotted over: steps, or iterations where all of them learn without an environment."""
     return "total_steps" if any(run.steps for run in runs) else "iteration"
 
 

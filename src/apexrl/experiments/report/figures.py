@@ -28,7 +28,7 @@ Figure = dict[str, Any]
 MAIN = {"return": "Return", "success_rate": "Success rate", "episode_len": "Episode length"}
 """Episode field -> title of its panel, which every report shows first."""
 ALIASES = ("rollout/success_once", "rollout/fail_once", "episode/mean_reward", "episode/mean_length")
-"""Second names of numbers that are drawn already."""
+"""Second names of numbers that are plotted already."""
 _OTHERS = ("iteration", "total_steps", "eval/", "eval_reward/")
 """What is no curve of training; evaluations come from their own file, with intervals."""
 MAX_POINTS, FEWER_POINTS = 400, 150
@@ -55,7 +55,7 @@ def more_panels(groups: Sequence[Group], axis: Axis) -> dict[str, dict[str, Figu
 
 
 def curves(groups: Sequence[Group], name: str, axis: Axis, most: int) -> Figure:
-    """Draw training as lines and evaluations of the same field as points: mean and interval, and every run."""
+    """Plot training as lines and evaluations of the same field as points: mean and interval, and every run."""
     field = name.partition("/")[2]
     data: list[dict[str, Any]] = []
     for index, group in enumerate(groups):
@@ -75,7 +75,7 @@ def curves(groups: Sequence[Group], name: str, axis: Axis, most: int) -> Figure:
 
 
 def tasks(groups: Sequence[Group]) -> Figure | None:
-    """Draw the success of each task of a suite as bars with intervals; None where no run has any."""
+    """Plot the success of each task of a suite as bars with intervals; None where no run has any."""
     found = [task_estimates(group) for group in groups]
     names = list(dict.fromkeys(name for estimates in found for name in estimates))
     if not names:
@@ -105,7 +105,7 @@ def tasks(groups: Sequence[Group]) -> Figure | None:
 
 
 def mastery(run: Run, group: int) -> Figure:
-    """Draw the success from every init state: a row a task, its states from the best to the worst."""
+    """Plot the success from every init state: a row a task, its states from the best to the worst."""
     rows: dict[str, list[tuple[float, list[Any]]]] = {}
     for state, entry in run.init_states.items():
         outcomes = entry["outcomes"]
@@ -140,7 +140,7 @@ def mastery(run: Run, group: int) -> Figure:
 
 
 def time_shares(groups: Sequence[Group]) -> Figure | None:
-    """Draw which share of the time went into rollouts and which into updates; None where nothing says it."""
+    """Plot which share of the time went into rollouts and which into updates; None where nothing says it."""
     shares: dict[str, float] = {}
     for group in groups:
         known = [spent.rollout_share for run in group.runs if (spent := time_spent(run)) is not None]

@@ -95,7 +95,7 @@
     try {
       await loadPlotly();
     } catch (error) {
-      for (const div of document.querySelectorAll(".plot")) div.textContent = `This browser cannot draw the plots: ${error.message}`;
+      for (const div of document.querySelectorAll(".plot")) div.textContent = `This browser cannot render the plots: ${error.message}`;
       return;
     }
     document.querySelectorAll("[data-toggle]").forEach((button) => button.addEventListener("click", () => toggle(button)));

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from apexrl.core.errors import ConfigError, did_you_mean
-from apexrl.core.observations import is_picture, leaf_spaces, leaves, select_groups
+from apexrl.core.observations import is_image, leaf_spaces, leaves, select_groups
 from apexrl.core.types import OBSERVATION, Observation
 from apexrl.policies.networks.distributions import (
     DiagGaussian,
@@ -52,8 +52,8 @@ def linear(width_in: int, width_out: int, gain: float) -> nn.Linear:
     return layer
 
 
-class PictureEncoder(nn.Module):
-    """A small convolutional network for uint8 pictures ``[..., H, W, C]`` or ``[..., C, H, W]``."""
+class ImageEncoder(nn.Module):
+    """A small convolutional network for uint8 images ``[..., H, W, C]`` or ``[..., C, H, W]``."""
 
     def __init__(self, shape: tuple[int, int, int], num_features: int) -> None:
         super().__init__()
@@ -78,10 +78,10 @@ class PictureEncoder(nn.Module):
                 nn.init.orthogonal_(layer.weight, 2.0**0.5)
         self.head = nn.Sequential(linear(flat, num_features, 2.0**0.5), nn.ReLU())
 
-    def forward(self, picture: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         """Return features ``[..., F]``."""
-        batch_shape = picture.shape[:-3]
-        x = picture.reshape(-1, *picture.shape[-3:])
+        batch_shape = image.shape[:-3]
+        x = image.reshape(-1, *image.shape[-3:])
         if self.channels_last:
             x = x.permute(0, 3, 1, 2)
         features: Tensor = self.head(self.convolutions(x.float() / 255.0))
@@ -89,7 +89,7 @@ class PictureEncoder(nn.Module):
 
 
 class ObservationEncoder(nn.Module):
-    """Joins the vectors of an observation, and the features of its pictures, into one vector."""
+    """Joins the vectors of an observation, and the features of its images, into one vector."""
 
     def __init__(
         self,
@@ -97,34 +97,34 @@ class ObservationEncoder(nn.Module):
         groups: Sequence[str] | None = None,
         *,
         privileged: bool = False,
-        picture_features: int = 128,
+        image_features: int = 128,
     ) -> None:
         super().__init__()
         spaces = select_groups(leaf_spaces(observation_space), groups, privileged=privileged)
         self.paths = list(spaces)
         # nn.ModuleDict refuses dots in names.
-        self.pictures = nn.ModuleDict(
+        self.images = nn.ModuleDict(
             {
-                path.replace(".", "/"): PictureEncoder(box.shape, picture_features)  # type: ignore[arg-type]
+                path.replace(".", "/"): ImageEncoder(box.shape, image_features)  # type: ignore[arg-type]
                 for path, box in spaces.items()
-                if is_picture(box)
+                if is_image(box)
             }
         )
         self.num_dims = {path: len(box.shape) for path, box in spaces.items()}
-        sizes = (picture_features if is_picture(box) else int(np.prod(box.shape)) for box in spaces.values())
+        sizes = (image_features if is_image(box) else int(np.prod(box.shape)) for box in spaces.values())
         self.num_features = sum(sizes)
 
     def forward(self, obs: Observation) -> Tensor:
         """Return features ``[..., F]`` for any leading dimensions."""
-        if isinstance(obs, Tensor) and not len(self.pictures) and self.num_dims[self.paths[0]] == 1:
+        if isinstance(obs, Tensor) and not len(self.images) and self.num_dims[self.paths[0]] == 1:
             return obs
         found = leaves(obs)
         return torch.cat([self._features(path, found[path]) for path in self.paths], dim=-1)
 
     def _features(self, path: str, value: Tensor) -> Tensor:
         name = path.replace(".", "/")
-        if name in self.pictures:
-            features: Tensor = self.pictures[name](value)
+        if name in self.images:
+            features: Tensor = self.images[name](value)
             return features
         num_dims = self.num_dims[path]
         return (value.flatten(-num_dims) if num_dims else value.unsqueeze(-1)).float()

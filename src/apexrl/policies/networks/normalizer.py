@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from apexrl.core.functional import discounted_sum
-from apexrl.core.observations import is_picture, leaf_spaces, leaves
+from apexrl.core.observations import is_image, leaf_spaces, leaves
 from apexrl.core.system import distributed
 from apexrl.core.types import Observation
 from apexrl.policies.networks.mlp import map_leaves
@@ -58,7 +58,7 @@ class RunningNormalizer(nn.Module):
 
 
 class ObservationNormalizer(nn.Module):
-    """A running normaliser for every vector in an observation; pictures and bytes pass through."""
+    """A running normaliser for every vector in an observation; images and bytes pass through."""
 
     def __init__(self, observation_space: gym.Space[Any]) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class ObservationNormalizer(nn.Module):
             {
                 path.replace(".", "/"): RunningNormalizer(box.shape)
                 for path, box in spaces.items()
-                if not is_picture(box) and box.dtype != np.uint8
+                if not is_image(box) and box.dtype != np.uint8
             }
         )
 

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl.core.errors import ConfigError, did_you_mean
-from apexrl.core.observations import is_picture, leaf_spaces, leaves
+from apexrl.core.observations import is_image, leaf_spaces, leaves
 from apexrl.core.types import (
     ACTION,
     INSTRUCTION_KEY,
@@ -73,12 +73,12 @@ class LeRobotPolicy(Policy):
         for name in (STATE_KEY, INSTRUCTION_KEY):
             if name not in spaces:
                 raise ConfigError(f"A LeRobot policy needs the observation group '{name}'; there are {list(spaces)}.")
-        pictures = [path for path, box in spaces.items() if is_picture(box)]
-        cameras = cameras or {path: path for path in pictures}
+        images = [path for path, box in spaces.items() if is_image(box)]
+        cameras = cameras or {path: path for path in images}
         for path in cameras:
-            if path not in pictures:
-                hint = did_you_mean(path, pictures)
-                raise ConfigError(f"policy.cameras names '{path}'; there are {pictures}.{hint}")
+            if path not in images:
+                hint = did_you_mean(path, images)
+                raise ConfigError(f"policy.cameras names '{path}'; there are {images}.{hint}")
         self.chunk, self.cameras, self.vectors = chunk, dict(cameras), [STATE_KEY]
         self.num_actions = action_size(action_space, chunk)
         self.inner, self.tokenize = policy, tokenize
@@ -159,8 +159,8 @@ class LeRobotPolicy(Policy):
         state = found[STATE_KEY]
         batch = {STATE: self.scaling.state(state.reshape(-1, state.shape[-1]).float())}
         for path, name in self.cameras.items():
-            pictures = found[path].reshape(-1, *found[path].shape[-3:])
-            batch[f"{IMAGES}.{name}"] = pictures.permute(0, 3, 1, 2).float() / 255.0
+            images = found[path].reshape(-1, *found[path].shape[-3:])
+            batch[f"{IMAGES}.{name}"] = images.permute(0, 3, 1, 2).float() / 255.0
         text = found[INSTRUCTION_KEY]
         ids, mask = self.tokenize(instructions(text.reshape(-1, text.shape[-1])))
         batch[TOKENS], batch[ATTENTION] = ids.to(state.device), mask.bool().to(state.device)

@@ -1,4 +1,4 @@
-"""A vision-language-action policy: pictures, state and instruction in, a chunk of actions out."""
+"""A vision-language-action policy: images, state and instruction in, a chunk of actions out."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl.core.errors import ConfigError, did_you_mean
-from apexrl.core.observations import is_picture, leaf_spaces, leaves, select_groups
+from apexrl.core.observations import is_image, leaf_spaces, leaves, select_groups
 from apexrl.core.types import ACTION, INSTRUCTION_KEY, OBSERVATION, SAMPLE_LOG_PROB, Carry, Evaluation, Observation
 from apexrl.policies.base import Policy, state_values
 from apexrl.policies.vla.flow import FlowHead, masked_mean_square
 from apexrl.policies.vla.likelihood import LikelihoodHead
 from apexrl.policies.vla.model import SIZES, ActionExpert, Dimensions, Prefix, PrefixTransformer
 from apexrl.policies.vla.scaling import Scaling
-from apexrl.policies.vla.towers import PictureTower, StateTower, TextTower, default_patch
+from apexrl.policies.vla.towers import ImageTower, StateTower, TextTower, default_patch
 
 DENOISING = "denoising"
 """``[..., K + 1, chunk * A]``: the path from noise to the normalised chunk that a flow policy took."""
@@ -36,10 +36,10 @@ FREEZABLE = get_args(Freezable)
 
 
 class VLAPolicy(Policy):
-    """Tokens of pictures, instruction and state as a prefix; an action expert that attends to it; one of two heads.
+    """Tokens of images, instruction and state as a prefix; an action expert that attends to it; one of two heads.
 
     Args:
-        observation_space: vectors (joined into the state), ``instruction`` (uint8 bytes), pictures; each may be absent.
+        observation_space: vectors (joined into the state), ``instruction`` (uint8 bytes), images; each may be absent.
         action_space: a Box of ``chunk * A`` numbers, row by row.
         chunk: actions that one step takes.
         head: like ``size``, ``width``, ``depth``, ``num_heads``, ``lora_rank`` and ``freeze`` as in ``VLAConfig``.
@@ -78,11 +78,11 @@ class VLAPolicy(Policy):
         super().__init__(observation_space, action_space)
         num_actions = action_size(action_space, chunk)
         spaces = select_groups(leaf_spaces(observation_space), None, privileged=False)
-        self.cameras = [path for path, box in spaces.items() if is_picture(box)]
+        self.cameras = [path for path, box in spaces.items() if is_image(box)]
         self.vectors = [path for path in spaces if path not in self.cameras and path != INSTRUCTION_KEY]
         self.num_dims = {path: len(box.shape) for path, box in spaces.items()}
         if not self.cameras and not self.vectors:
-            raise ConfigError(f"A vla policy needs a state or a picture in the observation, got {observation_space}.")
+            raise ConfigError(f"A vla policy needs a state or an image in the observation, got {observation_space}.")
         num_states = sum(int(np.prod(spaces[path].shape)) for path in self.vectors)
         dimensions = _dimensions(
             size, width=width, depth=depth, num_heads=num_heads, expert_width=expert_width, pool_text=pool_text
@@ -95,7 +95,7 @@ class VLAPolicy(Policy):
         self.vision_towers = nn.ModuleDict()
         for path in self.cameras:
             shape = spaces[path].shape
-            tower = PictureTower(shape, dimensions.width, patch_size or default_patch(shape), path)
+            tower = ImageTower(shape, dimensions.width, patch_size or default_patch(shape), path)
             self.vision_towers[path.replace(".", "/")] = tower
         self.prefix = PrefixTransformer(dimensions, lora_rank)
         self.expert = ActionExpert(dimensions, chunk, num_actions, lora_rank)
@@ -256,8 +256,8 @@ class VLAPolicy(Policy):
             state = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
             tokens.append(self.state_tower(self.scaling.state(state)))
         for path in self.cameras:
-            pictures = found[path]
-            tokens.append(self.vision_towers[path.replace(".", "/")](pictures.reshape(-1, *pictures.shape[-3:])))
+            images = found[path]
+            tokens.append(self.vision_towers[path.replace(".", "/")](images.reshape(-1, *images.shape[-3:])))
         if self.text_tower is not None:
             words, present = self.text_tower(found[INSTRUCTION_KEY].reshape(shape.numel(), -1))
             if present is not None:

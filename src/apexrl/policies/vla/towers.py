@@ -1,4 +1,4 @@
-"""The towers of the prefix: state, instruction and pictures become tokens."""
+"""The towers of the prefix: state, instruction and images become tokens."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class TextTower(nn.Module):
         return self.join(pooled).unsqueeze(-2), None
 
 
-class PictureTower(nn.Module):
+class ImageTower(nn.Module):
     """Stride-2 convolutions down to a grid of patches, for each camera its own places.
 
     Args:
-        shape: of a picture, ``[H, W, C]`` or ``[C, H, W]``.
+        shape: of an image, ``[H, W, C]`` or ``[C, H, W]``.
         width: of a token.
         patch: pixels of a patch's side, a power of two.
         name: of the camera, for messages.
@@ -87,16 +87,16 @@ class PictureTower(nn.Module):
         self.places = nn.Parameter(0.02 * torch.randn(self.num_tokens, width))
         self.norm = nn.LayerNorm(width)
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        """Return tokens ``[B, num_tokens, W]`` of uint8 pictures ``[B, ...]``."""
-        x = pictures.permute(0, 3, 1, 2) if self.channels_last else pictures
-        # The picture is converted in the weights' type, and centred.
+    def forward(self, images: Tensor) -> Tensor:
+        """Return tokens ``[B, num_tokens, W]`` of uint8 images ``[B, ...]``."""
+        x = images.permute(0, 3, 1, 2) if self.channels_last else images
+        # The image is converted in the weights' type, and centred.
         tokens = self.stem(x.to(self.places.dtype) / 127.5 - 1.0).flatten(2).transpose(1, 2)
         placed: Tensor = self.norm(tokens) + self.places
         return placed
 
 
 def default_patch(shape: tuple[int, ...]) -> int:
-    """An eighth of the picture's height, rounded down to a power of two: at most some 64 patches."""
+    """An eighth of the image's height, rounded down to a power of two: at most some 64 patches."""
     height = shape[0] if shape[-1] < shape[0] else shape[1]
     return 1 << max(1, int(math.log2(max(2, height // 8))))

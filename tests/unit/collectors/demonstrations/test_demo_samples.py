@@ -80,10 +80,10 @@ print((peak() - before) / samples.bytes())
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads the peak of memory in /proc")
-def test_pictures_are_in_memory_once_while_they_are_read(tmp_path: Path) -> None:
-    pictures = np.ones((50, 128, 128, 3), np.uint8)
+def test_images_are_in_memory_once_while_they_are_read(tmp_path: Path) -> None:
+    images = np.ones((50, 128, 128, 3), np.uint8)
     for _ in range(50):
-        write(tmp_path / "a_demo.hdf5", np.zeros((50, 2)), {"camera": pictures})
+        write(tmp_path / "a_demo.hdf5", np.zeros((50, 2)), {"camera": images})
     done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 1.6  # 2.1 when they are joined at the end
 
@@ -130,11 +130,11 @@ def test_a_suite_gives_the_tasks_and_their_instructions(tmp_path: Path) -> None:
     ids=["text", "letters", "bddl", "file name"],
 )
 def test_the_files_of_libero_are_read(attributes: dict[str, Any], tmp_path: Path) -> None:
-    picture = np.zeros((2, 8, 8, 3), np.uint8)
-    picture[:, :4] = 200  # the lower half: LIBERO's pictures stand upside down
+    image = np.zeros((2, 8, 8, 3), np.uint8)
+    image[:, :4] = 200  # the lower half: LIBERO's images stand upside down
     obs = {
-        "agentview_rgb": picture,
-        "eye_in_hand_rgb": picture,
+        "agentview_rgb": image,
+        "eye_in_hand_rgb": image,
         "ee_pos": [[1.0, 2, 3]] * 2,
         "ee_ori": [[4.0, 5, 6]] * 2,
         "gripper_states": [[7.0, 8]] * 2,
@@ -238,7 +238,7 @@ def test_a_file_of_another_task_is_refused_whatever_its_name(tmp_path: Path) -> 
     assert len(load_demos(tmp_path / "theirs.hdf5", one, chunk=2)) == 1
 
 
-def test_pictures_that_are_no_bytes_are_refused(tmp_path: Path) -> None:
+def test_images_that_are_no_bytes_are_refused(tmp_path: Path) -> None:
     space = gym.spaces.Dict({"camera": gym.spaces.Box(0, 255, (4, 4, 3), np.uint8)})
     write(tmp_path / "a_demo.hdf5", [[0, 1]], {"camera": np.full((1, 4, 4, 3), 0.5, np.float32)})
     with refused(ConfigError, "a_demo.hdf5", "/data/demo_0/obs/camera", "uint8", "float32"):

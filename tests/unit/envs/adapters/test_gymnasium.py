@@ -199,11 +199,11 @@ def test_multi_binary_becomes_float() -> None:
     assert obs.tolist() == [[1, 0, 1]] * 2
 
 
-def test_pictures_stay_bytes_but_vectors_of_bytes_do_not() -> None:
-    picture = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
-    _, obs = observe(spaces.Box(0, 255, (2, 2, 3), np.uint8), picture)
+def test_images_stay_bytes_but_vectors_of_bytes_do_not() -> None:
+    image = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
+    _, obs = observe(spaces.Box(0, 255, (2, 2, 3), np.uint8), image)
     assert obs.dtype == torch.uint8
-    np.testing.assert_array_equal(obs[1].numpy(), picture)
+    np.testing.assert_array_equal(obs[1].numpy(), image)
     _, obs = observe(spaces.Box(0, 255, (3,), np.uint8), np.array([1, 2, 255], np.uint8))
     assert obs.dtype == torch.float32
     assert obs[0].tolist() == [1, 2, 255]
@@ -409,9 +409,9 @@ def test_render_draws_the_environment_asked_for(num_workers: int) -> None:
     for _ in range(5):
         env.step(torch.tensor([[0], [1]]))
         alone.step(1)
-    picture: Any = alone.render()
-    np.testing.assert_array_equal(env.render(1), picture)
-    assert not np.array_equal(env.render(0), picture)
+    image: Any = alone.render()
+    np.testing.assert_array_equal(env.render(1), image)
+    assert not np.array_equal(env.render(0), image)
     env.close()
 
 
@@ -441,7 +441,7 @@ def test_mujoco_is_not_told_to_use_a_library_that_is_missing(monkeypatch: pytest
     environ: dict[str, str] = {}
     monkeypatch.setattr(os, "environ", environ)
     monkeypatch.setattr(display, "_has_egl", lambda: False)
-    display.draw_without_display()
+    display.render_without_display()
     assert environ == {}
 
 

@@ -303,13 +303,13 @@ def test_state_is_the_simulators_own_or_none() -> None:
         plain.load_state_dict({})
 
 
-def test_render_picks_the_picture() -> None:
+def test_render_picks_the_image() -> None:
     class Draws(Simulator):
         def render(self) -> Any:
             return np.arange(2, dtype=np.uint8)[:, None, None, None] * np.ones((1, 4, 5, 3), np.uint8)
 
     assert RslVecEnv(Draws()).render(1).tolist() == np.ones((4, 5, 3)).tolist()
-    with refused(EnvError, "Draws", "2 pictures"):
+    with refused(EnvError, "Draws", "2 images"):
         RslVecEnv(Draws()).render(2)
     with refused(EnvError, "Simulator", "drawn"):
         RslVecEnv(Simulator()).render()

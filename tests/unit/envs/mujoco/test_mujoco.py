@@ -475,14 +475,14 @@ def test_render_draws_the_environment_asked_for_and_does_not_disturb_it() -> Non
     future = run(env, actions)
     env.load_state_dict(state)
     try:
-        pictures = [env.render(i) for i in (0, 1, 0)]
+        images = [env.render(i) for i in (0, 1, 0)]
     except EnvError as error:
         pytest.skip(str(error))
-    assert pictures[0].shape == (480, 480, 3)
-    assert pictures[0].dtype == np.uint8
-    assert pictures[0].std() > 10  # not a blank page
-    assert np.array_equal(pictures[0], pictures[2])
-    assert not np.array_equal(pictures[0], pictures[1])
+    assert images[0].shape == (480, 480, 3)
+    assert images[0].dtype == np.uint8
+    assert images[0].std() > 10  # not a blank page
+    assert np.array_equal(images[0], images[2])
+    assert not np.array_equal(images[0], images[1])
     assert_same(run(env, actions), future)
     with refused(EnvError, "0 to 1", 2):
         env.render(2)

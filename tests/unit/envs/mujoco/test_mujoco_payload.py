@@ -322,7 +322,7 @@ def test_what_randomize_changes_stays() -> None:
     assert damping[0] != damping[1]
 
 
-def test_the_picture_shows_the_object_of_the_episode() -> None:
+def test_the_image_shows_the_object_of_the_episode() -> None:
     env = make(1, max_episode_steps=1, reset_noise_scale=0.0)
     env.reset(seed=0)
     try:

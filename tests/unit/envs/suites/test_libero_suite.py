@@ -105,7 +105,7 @@ def test_two_restores_lead_to_the_same_observations(suite: LiberoSuite, stove: L
 
     stove.restore(first)
     assert same(stove.observe(), start)
-    stove.picture()  # neither a look nor a picture may change what follows
+    stove.render()  # neither a look nor an image may change what follows
     after(stove, ACTIONS[:4])
     assert same(after(stove, ACTIONS[4:]), end)
 
@@ -142,7 +142,7 @@ def test_observations_are_in_their_space_and_mean_what_they_say(suite: LiberoSui
     assert suite.observation_space.contains(before)
     assert list(before) == ["state", "agentview", "eye_in_hand"]
     assert min(before["agentview"].std(), before["eye_in_hand"].std()) > 10
-    # The camera looks down at the table, with the dark wall behind it: an upright picture is darker on top.
+    # The camera looks down at the table, with the dark wall behind it: an upright image is darker on top.
     assert before["agentview"][:12].mean() + 20 < before["agentview"][-12:].mean()
     after(stove, np.tile(np.array([0, 0, 1, 0, 0, 0, -1], np.float32), (6, 1)))
     up = stove.observe()["state"]
@@ -185,7 +185,7 @@ def test_simulators_of_a_task_are_alike_and_drawing_does_not_change_the_physics(
         assert list(simulator.observe()) == ["state"]
         assert np.array_equal(after(simulator, ACTIONS)["state"], after(stove, ACTIONS)["state"])
         assert np.array_equal(simulator.state(), stove.state())
-        assert np.array_equal(simulator.picture(), stove.picture())
+        assert np.array_equal(simulator.render(), stove.render())
     finally:
         simulator.close()
 
@@ -209,7 +209,7 @@ def test_an_episode_goes_as_in_libero_itself(suite: LiberoSuite, stove: LiberoSi
 
 
 @needs_libero
-def test_two_live_simulators_draw_their_own_pictures(suite: LiberoSuite, stove: LiberoSimulator) -> None:
+def test_two_live_simulators_draw_their_own_images(suite: LiberoSuite, stove: LiberoSimulator) -> None:
     stove.restore(suite.init_states(0)[0])
     alone = stove.observe()
     soup = suite.make_simulator(1)

@@ -176,7 +176,7 @@ def test_cameras_draw_what_the_state_says() -> None:
     assert suite.observation_space.contains(seen)
     simulator.restore(second)
     assert not np.array_equal(simulator.observe()["corner2"], seen["corner2"])
-    large = simulator.picture()
+    large = simulator.render()
     assert large.shape == (256, 256, 3)
     # The table is brown and the arm comes from above: the upper half holds more of the arm's red.
     red = (large[..., 0] > 100) & (large[..., 1] < 60)

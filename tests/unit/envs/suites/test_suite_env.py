@@ -342,7 +342,7 @@ def test_slots_share_a_simulator_a_task_and_no_more_live_than_allowed(allowed: i
 
 
 class SeenFromInside(PointSimulator):
-    """Its picture shows which process it is in and how many simulators live there."""
+    """Its image shows which process it is in and how many simulators live there."""
 
     alive = 0
 
@@ -658,7 +658,7 @@ def test_render_draws_the_slot(make: Make) -> None:
     for index, x in enumerate((-0.5, 0.5)):
         simulator = PointSimulator(GOALS[0], 0.1)
         simulator.restore(np.array([x, 0.0, 0.0]))
-        np.testing.assert_array_equal(env.render(index), simulator.picture())
+        np.testing.assert_array_equal(env.render(index), simulator.render())
     env.assign(at(0.0))
     env.reset()
     with refused(EnvError, "environment 1", "no episode"):

@@ -211,14 +211,14 @@ def test_spawn_keeps_the_options() -> None:
 
 
 @every_task
-def test_pictures_show_the_state(task_class: type[TensorTask]) -> None:
+def test_images_show_the_state(task_class: type[TensorTask]) -> None:
     task = task_class(2)
     task.reset(0)
-    picture = task.render(1)
-    assert picture.shape == (300, 400, 3)
-    assert picture.dtype == np.uint8
+    image = task.render(1)
+    assert image.shape == (300, 400, 3)
+    assert image.dtype == np.uint8
     trajectory(task, 3, 0)
-    assert not np.array_equal(task.render(1), picture)
+    assert not np.array_equal(task.render(1), image)
     with refused(EnvError, type(task).__name__, "0 to 1", 2):
         task.render(2)
 

@@ -36,7 +36,7 @@ def test_an_update_that_does_not_apply_changes_nothing() -> None:
     assert normalizer.count.item() == 0.0
 
 
-def test_dict_observations_are_normalised_by_leaf_and_pictures_pass() -> None:
+def test_dict_observations_are_normalised_by_leaf_and_images_pass() -> None:
     space = gym.spaces.Dict(
         {
             "policy": gym.spaces.Box(-1, 1, (2,)),

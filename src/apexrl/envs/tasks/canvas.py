@@ -1,4 +1,4 @@
-"""A small canvas with world coordinates, on which the tasks draw their pictures."""
+"""A small canvas with world coordinates, on which the tasks draw their images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RED: Final[Color] = (208, 64, 60)
 
 
 class Canvas:
-    """A 400 × 300 picture addressed in world coordinates, y upwards."""
+    """A 400 × 300 image addressed in world coordinates, y upwards."""
 
     def __init__(self) -> None:
         from PIL import Image, ImageDraw, ImageFont
@@ -88,5 +88,5 @@ class Canvas:
         self._draw.text((12 * OVERSAMPLING, 9 * OVERSAMPLING), text, MUTED, self._load_font(13 * OVERSAMPLING))
 
     def pixels(self) -> NDArray[np.uint8]:
-        """Return the picture, ``[300, 400, 3]``."""
+        """Return the image, ``[300, 400, 3]``."""
         return np.asarray(self._image.reduce(OVERSAMPLING), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Join videos side by side into the animation of the README: ``python docs/draw_images.py VIDEO.mp4 VIDEO.mp4 …``.
+"""Join videos side by side into the animation of the README: ``python docs/render_images.py VIDEO.mp4 VIDEO.mp4 …``.
 
 The videos are those of ``apexrl play RUN_DIR`` for runs of ``walker_ppo`` and ``stage11_ript_vla``.
 """
