@@ -36,7 +36,7 @@ OWN_KEYS = ("collector", "env", "rng")
 PEERS, CHANGED = "peers", "changed"
 """A list with what processes 1, 2, … have of their own, None for one that is lost; and, when a checkpoint is read for
 another number of processes, what changed."""
-FORMAT = 8
+CHECKPOINT_FORMAT = 8
 """Raised when a key is removed, renamed or changes meaning; other formats are not read."""
 _NUMBERED = re.compile(r"iteration_(\d{6,})\.pt")
 _CODE = re.compile(r"unsupported global:? (?:GLOBAL )?([\w.]+)", re.IGNORECASE)
@@ -75,7 +75,7 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
     """
     with files.replacing(path) as file:
         try:
-            torch.save({"format": FORMAT, **content}, file)
+            torch.save({"format": CHECKPOINT_FORMAT, **content}, file)
         except RuntimeError as error:
             # PyTorch's own, about an archive without an end, hides what the file said.
             if isinstance(error.__context__, OSError):
@@ -111,9 +111,11 @@ def load(path: Path) -> dict[str, Any]:
     number = content.get("format")
     if type(number) is not int:
         raise CheckpointError(f"{path} was not written by apexrl: it has no format number.")
-    if number != FORMAT:
-        fix = "Update apexrl." if number > FORMAT else "Start a new run."
-        raise CheckpointError(f"{path} has checkpoint format {number}, but this apexrl reads only {FORMAT}. {fix}")
+    if number != CHECKPOINT_FORMAT:
+        fix = "Update apexrl." if number > CHECKPOINT_FORMAT else "Start a new run."
+        raise CheckpointError(
+            f"{path} has checkpoint format {number}, but this apexrl reads only {CHECKPOINT_FORMAT}. {fix}"
+        )
     missing = [key for key in KEYS if key not in content]
     if missing:
         raise CheckpointError(f"{path} was not written by apexrl: it lacks {', '.join(missing)}.")

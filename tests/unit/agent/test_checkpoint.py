@@ -26,7 +26,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     values = content(policy={"w": torch.arange(3.0)}, config={"task": {"id": "lift", "x": [1, 2.5, None, True, "a"]}})
     checkpoint.save(tmp_path / "new" / "a.pt", values)
     loaded = checkpoint.load(tmp_path / "new" / "a.pt")
-    assert loaded.pop("format") == checkpoint.FORMAT
+    assert loaded.pop("format") == checkpoint.CHECKPOINT_FORMAT
     torch.testing.assert_close(loaded.pop("policy"), values.pop("policy"), rtol=0, atol=0)
     assert loaded == values
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.pt"]

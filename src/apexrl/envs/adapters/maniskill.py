@@ -28,8 +28,8 @@ MakePart: TypeAlias = Callable[[int], Any]
 
 _INSTALL = "ManiSkill has an environment of its own: pip install mani-skill==3.0.1."
 _VULKAN = (
-    "ManiSkill needs a Vulkan device even where nothing is rendered. Without a graphics card, let VK_ICD_FILENAMES name "
-    "SwiftShader, as 'make test-maniskill' does; see docs/environments.md."
+    "ManiSkill needs a Vulkan device even if nothing is rendered. Without a graphics card, let VK_ICD_FILENAMES "
+    "name SwiftShader, as 'make test-maniskill' does; see docs/environments.md."
 )
 
 

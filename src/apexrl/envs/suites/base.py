@@ -135,7 +135,7 @@ class TaskSuite(ABC):
         raise ConfigError(f"task.random_init: '{self.name}' has fixed initial states only; set it to false.")
 
     def sample_episodes(self, count: int, rng: np.random.Generator) -> list[StateEpisode]:
-        """Sample episodes from different validation states, equally many of each task; a ConfigError if there are fewer."""
+        """Sample episodes from different validation states, equally many per task; a ConfigError if there are fewer."""
         states = [self.init_states(task_id, "val") for task_id in range(self.num_tasks)]
         if count > (known := self.num_tasks * min(map(len, states))):
             states_of_tasks = f"{known} validation states of the {self.num_tasks} tasks of '{self.name}'"
