@@ -22,6 +22,9 @@ from apexrl.run.config import Config
 from apexrl.run.loading import load_config
 from apexrl.run.sources import default_source
 
+LONG_EPISODE = 300
+"""Steps; of episodes of this length or longer the video shows one, otherwise three."""
+
 
 def run_train(options: argparse.Namespace, overrides: Overrides) -> int:
     """Train one seed or several, new or resumed."""
@@ -109,8 +112,10 @@ def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:
     if config.features.save_plot:
         show_curve(run_dir)
     if config.features.save_video:
+        is_long = (trainer.env.max_episode_steps or LONG_EPISODE) >= LONG_EPISODE
         try:
-            write_video(trainer.env.spawn(1), trainer.policy, run_dir / "video.mp4", config.training.seed, 3)
+            env, path = trainer.env.spawn(1), run_dir / "video.mp4"
+            write_video(env, trainer.policy, path, config.training.seed, 1 if is_long else 3)
         except EnvError as error:
             print(f"No video: {error}")
     shown = f"{run_dir}{plugins.flag()}"

@@ -43,6 +43,8 @@ class EvaluationResult(float):
     """Episodes that are not here because their worker died: they say nothing about the policy."""
     sampled: EvaluationResult | None = field(default=None, repr=False)
     """Of the same policy with sampled actions, when asked for. Where it earns more, mean actions get stuck."""
+    task_metrics: Sequence[str] = ()
+    """Metrics of the group ``task``, which the summary shows."""
 
     def __new__(cls, episodes: dict[str, NDArray[np.float64]], *_: Any, **__: Any) -> Self:
         """Return the mean of the returns that are known, as a number."""
@@ -137,6 +139,11 @@ class EvaluationResult(float):
             if has_interval:
                 text += " ({:.1f} to {:.1f} %)".format(*(100 * end for end in self.interval("success_once")))
             text += f", at the end {100 * self.mean('success_at_end'):.1f} %"
+        if "fail_once" in self.episodes:
+            text += f", without a failure {100 - 100 * self.mean('fail_once'):.1f} %"
+            if has_interval:
+                text += " ({1:.1f} to {0:.1f} %)".format(*(100 - 100 * end for end in self.interval("fail_once")))
+        text += "".join(f", {name} {self.mean(name):.2f}" for name in self.task_metrics if name in self.episodes)
         text += f", over {self.num_episodes} episode{'s' if self.num_episodes > 1 else ''}"
         return f"{text} ({self.num_lost} more lost: their workers died)" if self.num_lost else text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,7 +82,8 @@ def evaluate(
     finally:
         if runner is not env:
             runner.close()
-    return counted.result(env.task_names, rows, events=events, in_order=not isinstance(starts, int))
+    result = counted.result(env.task_names, rows, events=events, in_order=not isinstance(starts, int))
+    return replace(result, task_metrics=[name for name, spec in env.metric_specs.items() if spec.group == "task"])
 
 
 def group_size(num_starts: int, num_envs: int) -> int:

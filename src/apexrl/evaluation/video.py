@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,15 @@ def record_video(
 ) -> Path:
     """Play deterministic episodes in environment 0, one after another, and write its images as an MP4 file.
 
-    The policy acts with the mode of its distribution. ``fps`` are frames per second; None for real time.
+    The policy acts with the mode of its distribution. With ``fps`` frames per second every step is shown, else it is
+    real time with about 30.
     """
     import imageio.v2 as imageio
+
+    seconds, rate = env.step_time()
+    rate = 1.0 / seconds if seconds else rate or env.video_fps
+    every = 1 if fps else max(1, round(rate / 30.0))
+    steps = itertools.count()
 
     actor = make_actor(policy, env.device, deterministic=True)
     temporary = path.with_suffix(".part.mp4")
@@ -33,11 +40,12 @@ def record_video(
     writer: Any
     with (
         evaluation_mode(policy, seed),
-        imageio.get_writer(temporary, fps=fps or env.video_fps, macro_block_size=2) as writer,
+        imageio.get_writer(temporary, fps=fps or rate / every, macro_block_size=2) as writer,
     ):
 
         def act_and_render(carry: Carry) -> dict[str, torch.Tensor]:
-            writer.append_data(env.render(0))
+            if next(steps) % every == 0:
+                writer.append_data(env.render(0))
             return actor(carry)
 
         carry: Carry = {OBSERVATION: env.reset(seed=seed), **initial_state(policy, env)}

@@ -174,14 +174,20 @@ def test_step_tables_hold_the_counted_episodes_alone() -> None:
     assert [len(rows) for rows in result.step_rows.values()] == [2, 7]
 
 
-def test_a_video_has_a_frame_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dt", "every", "fps"), [(None, 1, 30.0), (0.05, 1, 20.0), (0.008, 4, 31.25)])
+def test_a_video_is_in_real_time_with_about_30_frames_per_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dt: float | None, every: int, fps: float
+) -> None:
     import imageio.v2 as imageio
 
     env = make_env("recall", 1)
+    monkeypatch.setattr(env, "step_time", lambda: (dt, None))
     path = record_video(env, ActorCritic.for_env(env), tmp_path / "deep" / "video.mp4", num_episodes=2)
-    frames = [frame for frame in imageio.get_reader(path)]  # noqa: C416 (list() asks for an endless length)
+    reader = imageio.get_reader(path)
+    frames = [frame for frame in reader]  # noqa: C416 (list() asks for an endless length)
     result = evaluate(env, ActorCritic.for_env(env), 2)
-    assert len(frames) == int(result.episodes["episode_len"].sum())
+    assert len(frames) == math.ceil(int(result.episodes["episode_len"].sum()) / every)
+    assert reader.get_meta_data()["fps"] == pytest.approx(fps, rel=0.01)
     assert list(path.parent.iterdir()) == [path], "no temporary file stays"
 
 

@@ -30,11 +30,12 @@ from apexrl.envs.display import render_without_display
 from apexrl.envs.mujoco.payload import WalkerPayload
 from apexrl.envs.mujoco.simulation import Threads, make_models, model_differences, num_cores, set_model_differences
 from apexrl.envs.mujoco.tasks import GYMNASIUM_TASKS, MujocoTask, NumpyArray, Parts
+from apexrl.envs.mujoco.walker import Walker
 from apexrl.envs.options import check_count, check_known
 from apexrl.envs.step_buffers import StepBuffers
 from apexrl.envs.workers.arrays import Tree, make_buffers, tree_leaves
 
-MUJOCO_TASKS: dict[str, type[MujocoTask]] = {**GYMNASIUM_TASKS, "WalkerPayload": WalkerPayload}
+MUJOCO_TASKS: dict[str, type[MujocoTask]] = {**GYMNASIUM_TASKS, "Walker": Walker, "WalkerPayload": WalkerPayload}
 """The tasks by name."""
 
 IMAGE_SIZE = 480
@@ -143,9 +144,9 @@ class MujocoVecEnv(VecEnv):
         task, bounds = self.task, self.models[0].actuator_ctrlrange.astype(np.float32)
         self.observation_space = _parts_space(task.observe(self._fields[0][0]))
         self.action_space = spaces.Box(bounds[:, 0], bounds[:, 1], dtype=np.float32)
-        self.metric_specs = dict(zip(task.terms, task.metrics, strict=True))
-        buffers, _ = make_buffers(self.observation_space, self.action_space, self.num_envs, len(task.terms))
-        self._buffers = StepBuffers(buffers, task.terms, self.device)
+        self.metric_specs = {spec.name: spec for spec in task.metrics}
+        buffers, _ = make_buffers(self.observation_space, self.action_space, self.num_envs, len(self.metric_specs))
+        self._buffers = StepBuffers(buffers, tuple(self.metric_specs), self.device)
         controls = [data.ctrl for data in self._data]
         self._work = list(zip(self.models, self._data, controls, buffers.action, strict=True))
 
@@ -187,8 +188,8 @@ class MujocoVecEnv(VecEnv):
         buffers.reward[:, 0] = outcome.reward
         buffers.terminated[:, 0] = outcome.terminated
         buffers.truncated[:, 0] = (self._elapsed >= self.max_episode_steps) & ~outcome.terminated
-        for m, name in enumerate(task.terms):
-            buffers.metric[m, :, 0] = outcome.terms[name]
+        for m, name in enumerate(self.metric_specs):
+            buffers.metric[m, :, 0] = outcome.metric[name]
         memory = task.remember(after, buffers.action, self._generators)
         if memory is not None:
             after["userdata"][...] = memory

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 
 from apexrl.core.errors import ConfigError
-from apexrl.core.metrics import MetricSpec
 from apexrl.core.types import CMD_KEY, OBJECT_KEY, OBS_KEY, OBS_PRIV_KEY
-from apexrl.envs.mujoco.tasks import Fields, MujocoTask, NumpyArray, Outcome, Parts, asset_path, for_one_robot
+from apexrl.envs.mujoco.tasks import WALK, Fields, NumpyArray, Outcome, Parts, for_one_robot, reward_metrics
+from apexrl.envs.mujoco.walker import TRACKING_ERROR, CommandedWalker
 from apexrl.envs.options import check_change_step, check_count, is_number
 
 TORSO, PAYLOAD = 1, 8
@@ -24,14 +24,6 @@ PAYLOAD_HEIGHT: Final = 0.25
 FRAME_PARTS: Final = {"pitch, rad": 1, "joint angles, rad": 6, "last action": 6}
 """What a frame holds, in this order, and how many numbers each takes."""
 FRAME: Final = sum(FRAME_PARTS.values())
-POSE: Final = (0.3, -0.6, 0.3)
-"""Hip, knee and ankle of a leg that is a little bent, with its foot flat, rad."""
-TORSO_HEIGHT: Final = 1.17
-"""Of the torso when it stands in this pose, m."""
-REACH: Final = 1.0
-"""How far from the pose an action of 1 aims, rad."""
-STIFFNESS, DAMPING, TORQUE = 120.0, 1.5, 100.0
-"""Of the servos of a robot of strength 1: N·m/rad, N·m·s/rad, and the most that they give, N·m."""
 SERVO_FIELDS: Final = ("actuator_gainprm", "actuator_biasprm", "actuator_forcerange")
 """What their strength scales."""
 RANGES: Final = {
@@ -66,24 +58,19 @@ class WalkerPhysics(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WalkerPayload(MujocoTask):
+class WalkerPayload(CommandedWalker):
     """Walk at a commanded speed (a planar biped) with an unknown load, ground, body and motors.
 
-    Gymnasium's Walker2d carries a cube on its torso. Its hips swing both ways, by 90 degrees, and servos with little
-    damping turn its joints from angles q to a pose with bent knees plus the action a in [-1, 1]⁶, with a torque of
-
-    g (120 (pose + a - q) - 1.5 q̇) N·m, at most 100 g
+    A ``CommandedWalker`` carries a cube on its torso. Its servos give g times the torque, at most 100 g N·m.
 
     Every episode samples (u uniform, log u log-uniform): the scale of its masses u(0.8, 1.3), friction u(0.5, 1.5),
     the strength of its servos g = u(0.6, 1.4), half the cube's edge h = u(0.08, 0.14) m, its density
     log u(100, 600) kg/m³, that is 0.4 to 13 kg on a body of 24 kg, and its place u(-0.1, 0.1) m. With v the mean speed
-    of the torso over the step of 0.02 s:
+    of the torso over a step:
 
     reward = max(0, 1 - |v - command| / command) - 0.01 |a|²
 
-    so that a perfect walk earns 1 a step, and a robot that stands still, or has fallen, nothing. The command is uniform
-    in [0.5, 1.5] m/s and new every 125 steps, from a random phase. An episode ends like Gymnasium's, with the torso not
-    between 0.8 and 2 m high or tilted by more than 1 rad. The simulation has steps of 4 ms and Euler's integrator.
+    so that a perfect walk earns 1 per step, and a robot that stands still, or has fallen, nothing.
 
     Observation groups:
     ``policy`` ``[N, 13 · history]``: frames, the newest last, of pitch (1), joint angles (6) and last action (6);
@@ -93,9 +80,8 @@ class WalkerPayload(MujocoTask):
     and its height, m. All but the last three are scaled to [-1, 1] over the ranges above.
     """
 
-    data_fields = ("qpos", "qvel", "userdata")
     model_fields = ("body_mass", "body_pos", "geom_friction", "geom_size", "actuator_gainprm")
-    terms = ("tracking_reward", "control_reward", "tracking_error")
+    metrics = (*reward_metrics("tracking_reward", "control_reward"), TRACKING_ERROR, *WALK)
     changes_model = True
     episode_steps = 500
     frame_parts: ClassVar[Mapping[str, int]] = FRAME_PARTS
@@ -103,12 +89,6 @@ class WalkerPayload(MujocoTask):
 
     history: int = 10
     """Frames that the group ``policy`` stacks."""
-    command_range: tuple[float, float] = (0.5, 1.5)
-    """Speeds that are commanded, m/s."""
-    command_period: int = 125
-    """Steps between new commands."""
-    control_cost_weight: float = 0.01
-    """Cost of squared actions."""
     mass_range: tuple[float, float] = RANGES["mass"]
     friction_range: tuple[float, float] = RANGES["friction"]
     strength_range: tuple[float, float] = RANGES["strength"]
@@ -117,8 +97,6 @@ class WalkerPayload(MujocoTask):
     """Of the cube, kg/m³."""
     offset_range: tuple[float, float] = RANGES["offset"]
     """Of the cube, forward, m."""
-    reset_noise_scale: float = 0.02
-    """Spread of the first positions and velocities."""
     change_step: int = 0
     """Steps of an episode after which its physics change; 0 for never."""
     change: str = "strength"
@@ -127,19 +105,11 @@ class WalkerPayload(MujocoTask):
     """The value that it takes instead of a sampled one."""
 
     def __post_init__(self) -> None:
-        for name in ("history", "command_period", "frame_skip"):
-            check_count(f"WalkerPayload.{name}", getattr(self, name))
+        super().__post_init__()
+        check_count("WalkerPayload.history", self.history)
         check_change_step("WalkerPayload", self.change_step)
-        for name in ("control_cost_weight", "reset_noise_scale"):
-            if not is_number(value := getattr(self, name)) or value < 0:
-                raise ConfigError(f"WalkerPayload.{name} must be a finite number of at least 0, got {value!r}.")
-        for name in ("command", *RANGES):
-            value = getattr(self, f"{name}_range")
-            if not isinstance(value, Sequence) or len(value) != 2 or not all(map(is_number, value)):
-                raise ConfigError(f"WalkerPayload.{name}_range must be two finite numbers, got {value!r}.")
-            if value[0] > value[1] or (value[0] <= 0 and name != "offset"):
-                rule = "the smaller first" if name == "offset" else "both above 0, the smaller first"
-                raise ConfigError(f"WalkerPayload.{name}_range must have {rule}, got {value!r}.")
+        for name in RANGES:
+            self._check_range(f"{name}_range", positive=name != "offset")
         if self.change not in CHANGES:
             raise ConfigError(f"WalkerPayload.change must be one of {', '.join(CHANGES)}, got {self.change!r}.")
         if (value := self.change_to) is not None and (
@@ -154,28 +124,11 @@ class WalkerPayload(MujocoTask):
         """Refuse a change after the end."""
         check_change_step("WalkerPayload", self.change_step, max_episode_steps)
 
-    @property
-    def metrics(self) -> tuple[MetricSpec, ...]:
-        """The parts of the reward, and the error of the speed in m/s."""
-        return (*super().metrics[:-1], MetricSpec("tracking_error", reduce="mean", group="task"))
-
     def load(self) -> Any:
-        """Return Gymnasium's Walker2d with servos, hips that swing both ways and a cube on its torso."""
+        """Return the robot with a cube on its torso, and memory for the frames."""
         import mujoco
 
-        spec = mujoco.MjSpec.from_file(asset_path("walker2d_v5.xml"))
-        spec.nuserdata = 2 + self.history * FRAME
-        spec.option.integrator = mujoco.mjtIntegrator.mjINT_EULER
-        spec.option.timestep = 0.004
-        for side in ("", "_left"):
-            spec.joint(f"thigh{side}_joint").range = (-90.0, 90.0)
-        for motor, angle in zip(spec.actuators, POSE * 2, strict=True):
-            motor.gear[0] = 1.0
-            motor.gainprm[0] = STIFFNESS * REACH
-            motor.biastype = mujoco.mjtBias.mjBIAS_AFFINE
-            motor.biasprm[:3] = STIFFNESS * angle, -STIFFNESS, -DAMPING
-            motor.forcelimited = True
-            motor.forcerange = (-TORQUE, TORQUE)
+        spec = self._spec(self.history * FRAME)
         body = spec.body("torso").add_body(name="payload", pos=[0.0, 0.0, PAYLOAD_HEIGHT])
         cube = {"type": mujoco.mjtGeom.mjGEOM_BOX, "size": [0.1] * 3, "mass": 1.0, "rgba": [0.9, 0.5, 0.1, 1.0]}
         # It touches nothing, so that its size is all but a hint at its mass.
@@ -223,17 +176,12 @@ class WalkerPayload(MujocoTask):
         mujoco.mj_setConst(model, scratch)
 
     def begin(self, model: Any, data: Any, rng: np.random.Generator) -> None:
-        """Sample physics, a first state around the standing pose, a command and when the next one comes."""
+        """Sample physics, and the first state and command of a Walker."""
         import mujoco
 
         self.set_physics(model, self.draw_physics(rng), scratch=data)
         mujoco.mj_resetData(model, data)
-        noise = self.reset_noise_scale
-        data.qpos[:] = rng.uniform(-noise, noise, model.nq)
-        data.qpos[1:] += (TORSO_HEIGHT, 0.0, *POSE, *POSE)
-        data.qvel[:] = rng.uniform(-noise, noise, model.nv)
-        data.userdata[0] = rng.uniform(*self.command_range)
-        data.userdata[1] = rng.integers(1, self.command_period, endpoint=True)
+        super().begin(model, data, rng)
         data.userdata[-FRAME:] = _frame(data.qpos[None], np.zeros((1, model.nu)))[0]
 
     def change_models(
@@ -252,12 +200,9 @@ class WalkerPayload(MujocoTask):
 
     def remember(self, fields: Fields, action: NumpyArray, generators: Sequence[np.random.Generator]) -> NumpyArray:
         """Return commands, steps until the next ones, and the frames with the newest."""
-        memory = fields["userdata"]
-        command, steps_left, frames = memory[:, :1].copy(), memory[:, 1:2] - 1, memory[:, 2:]
-        for i in np.flatnonzero(steps_left <= 0).tolist():
-            command[i], steps_left[i] = generators[i].uniform(*self.command_range), self.command_period
+        memory = super().remember(fields, action, generators)
         frame = _frame(fields["qpos"], action)
-        return np.concatenate((command, steps_left, frames[:, FRAME:], frame), 1)
+        return np.concatenate((memory[:, :2], memory[:, 2 + FRAME :], frame), 1)
 
     def observe(self, fields: Fields) -> Parts:
         """Return the four groups."""
@@ -281,16 +226,10 @@ class WalkerPayload(MujocoTask):
 
     def outcome(self, before: Fields, after: Fields, action: NumpyArray, dt: NumpyArray) -> Outcome:
         """Reward for the commanded speed, less the cost of control; it ends where the Walker falls."""
-        qpos, command = after["qpos"], after["userdata"][:, 0]
-        error = np.abs((qpos[:, 0] - before["qpos"][:, 0]) / dt - command)
-        terms = {
-            "tracking_reward": np.maximum(1.0 - error / command, 0.0),
-            "control_reward": -self.control_cost_weight * np.square(action).sum(1),
-            "tracking_error": error,
-        }
-        stands = (qpos[:, 1] > 0.8) & (qpos[:, 1] < 2.0) & (np.abs(qpos[:, 2]) < 1.0)
-        stands &= np.isfinite(qpos).all(1) & np.isfinite(after["qvel"]).all(1)
-        return Outcome(terms["tracking_reward"] + terms["control_reward"], ~stands, terms)
+        motion, control = self._motion(before, after, dt), self._control_reward(action)
+        metric = {"tracking_reward": motion.tracking, "control_reward": control, "tracking_error": motion.error}
+        metric |= {"forward_speed": motion.speed, "fail": motion.fell}
+        return Outcome(motion.tracking + control, motion.fell, metric)
 
 
 def _frame(qpos: NumpyArray, action: NumpyArray) -> NumpyArray:

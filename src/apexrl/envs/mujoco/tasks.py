@@ -32,8 +32,8 @@ class Outcome(NamedTuple):
     """``[N]``"""
     terminated: NumpyArray
     """``[N]`` bool"""
-    terms: Mapping[str, NumpyArray]
-    """``[N]`` for each of the task's ``terms``."""
+    metric: Mapping[str, NumpyArray]
+    """``[N]`` for each of the task's ``metrics``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class MujocoTask(ABC):
     leaves them, which is one substep behind it."""
     model_fields: ClassVar[tuple[str, ...]] = ()
     """Arrays of ``MjModel`` that are read after every step."""
-    terms: ClassVar[tuple[str, ...]]
-    """Parts of the reward that are reported as metrics."""
+    metrics: ClassVar[tuple[MetricSpec, ...]]
+    """What is reported besides the reward, such as its parts."""
     needs_contact_forces: ClassVar[bool] = False
     """Whether ``cfrc_ext`` and other results of ``mj_rnePostConstraint`` are read."""
     changes_model: ClassVar[bool] = False
@@ -61,11 +61,6 @@ class MujocoTask(ABC):
 
     frame_skip: int = 5
     """Simulation steps for one action."""
-
-    @property
-    def metrics(self) -> tuple[MetricSpec, ...]:
-        """How each of ``terms`` is logged, in their order."""
-        return tuple(MetricSpec(name) for name in self.terms)
 
     @abstractmethod
     def load(self) -> Any:
@@ -110,6 +105,17 @@ class MujocoTask(ABC):
 def asset_path(xml: str) -> str:
     """Return where Gymnasium keeps a model."""
     return str(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / xml)
+
+
+def reward_metrics(*names: str) -> tuple[MetricSpec, ...]:
+    """Declare parts of the reward."""
+    return tuple(MetricSpec(name) for name in names)
+
+
+FORWARD_SPEED = MetricSpec("forward_speed", reduce="mean", group="task")
+"""m/s, the mean over an episode."""
+WALK = (FORWARD_SPEED, MetricSpec("fail"))
+"""Of a robot that has fallen, or failed, when it is not healthy."""
 
 
 def for_one_robot(model: Any) -> Any:
@@ -160,7 +166,7 @@ def _within(value: NumpyArray, bounds: tuple[float, float]) -> Any:
     return (bounds[0] < value) & (value < bounds[1])
 
 
-def _forward_velocity(before: Fields, after: Fields, dt: NumpyArray) -> Any:
+def _forward_speed(before: Fields, after: Fields, dt: NumpyArray) -> Any:
     return (after["qpos"][:, 0] - before["qpos"][:, 0]) / dt
 
 
@@ -170,7 +176,7 @@ class HalfCheetah(_Locomotion):
 
     xml = "half_cheetah.xml"
     gaussian_velocity = True
-    terms = ("reward_forward", "reward_ctrl")
+    metrics = (*reward_metrics("reward_forward", "reward_ctrl"), FORWARD_SPEED)
 
     ctrl_cost_weight: float = 0.1
     reset_noise_scale: float = 0.1
@@ -181,10 +187,10 @@ class HalfCheetah(_Locomotion):
 
     def outcome(self, before: Fields, after: Fields, action: NumpyArray, dt: NumpyArray) -> Outcome:
         """The speed forward, less the cost of control; it never ends."""
-        forward = self.forward_reward_weight * _forward_velocity(before, after, dt)
-        control = self._control_cost(action)
-        terms = {"reward_forward": forward, "reward_ctrl": -control}
-        return Outcome(forward - control, np.zeros(len(forward), np.bool_), terms)
+        speed, control = _forward_speed(before, after, dt), self._control_cost(action)
+        forward = self.forward_reward_weight * speed
+        metric = {"reward_forward": forward, "reward_ctrl": -control, "forward_speed": speed}
+        return Outcome(forward - control, np.zeros(len(forward), np.bool_), metric)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,19 +201,19 @@ class _Healthy(_Locomotion):
     terminate_when_unhealthy: bool = True
 
     def _judge(
-        self, healthy: NumpyArray, forward: NumpyArray, control: NumpyArray, contact: NumpyArray | float = 0.0
+        self, healthy: NumpyArray, speed: NumpyArray, control: NumpyArray, contact: NumpyArray | float = 0.0
     ) -> Outcome:
-        survive = healthy * self.healthy_reward
-        terms: dict[str, Any] = {"reward_forward": forward, "reward_survive": survive}
-        terms |= {"reward_ctrl": -control, "reward_contact": -contact}
-        return Outcome(forward + survive - (control + contact), ~healthy & self.terminate_when_unhealthy, terms)
+        forward, survive = self.forward_reward_weight * speed, healthy * self.healthy_reward
+        metric: dict[str, Any] = {"reward_forward": forward, "reward_survive": survive, "reward_ctrl": -control}
+        metric |= {"reward_contact": -contact, "forward_speed": speed, "fail": ~healthy}
+        return Outcome(forward + survive - (control + contact), ~healthy & self.terminate_when_unhealthy, metric)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Upright(_Healthy):
     """A planar body that must not fall."""
 
-    terms = ("reward_forward", "reward_ctrl", "reward_survive")
+    metrics = (*reward_metrics("reward_forward", "reward_ctrl", "reward_survive"), *WALK)
 
     frame_skip: int = 4
     healthy_z_range: tuple[float, float] = (0.8, 2.0)
@@ -223,8 +229,7 @@ class _Upright(_Healthy):
 
     def outcome(self, before: Fields, after: Fields, action: NumpyArray, dt: NumpyArray) -> Outcome:
         """The speed forward and a bonus for staying upright, less the cost of control."""
-        forward = self.forward_reward_weight * _forward_velocity(before, after, dt)
-        return self._judge(self._is_healthy(after), forward, self._control_cost(action))
+        return self._judge(self._is_healthy(after), _forward_speed(before, after, dt), self._control_cost(action))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +263,7 @@ class Ant(_Healthy):
     gaussian_velocity = True
     num_hidden_positions = 2
     data_fields = ("qpos", "qvel", "xpos", "cfrc_ext")
-    terms = ("reward_forward", "reward_ctrl", "reward_contact", "reward_survive")
+    metrics = (*reward_metrics("reward_forward", "reward_ctrl", "reward_contact", "reward_survive"), *WALK)
     needs_contact_forces = True
 
     ctrl_cost_weight: float = 0.5
@@ -283,10 +288,9 @@ class Ant(_Healthy):
         healthy = np.isfinite(after["qpos"]).all(1) & np.isfinite(after["qvel"]).all(1)
         healthy &= (self.healthy_z_range[0] <= z) & (z <= self.healthy_z_range[1])
         x_before, x_after = before["xpos"][:, self.main_body, 0], after["xpos"][:, self.main_body, 0]
-        forward = (x_after - x_before) / dt * self.forward_reward_weight
         forces = after["cfrc_ext"].clip(*self.contact_force_range)
         contact = self.contact_cost_weight * np.square(forces).sum((1, 2))
-        return self._judge(healthy, forward, self._control_cost(action), contact)
+        return self._judge(healthy, (x_after - x_before) / dt, self._control_cost(action), contact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,7 +302,7 @@ class Humanoid(_Healthy):
     needs_contact_forces = True
     data_fields = ("qpos", "qvel", "xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
     model_fields = ("body_mass",)
-    terms = ("reward_survive", "reward_forward", "reward_ctrl", "reward_contact")
+    metrics = (*reward_metrics("reward_survive", "reward_forward", "reward_ctrl", "reward_contact"), *WALK)
 
     forward_reward_weight: float = 1.25
     ctrl_cost_weight: float = 0.1
@@ -323,11 +327,10 @@ class Humanoid(_Healthy):
     def outcome(self, before: Fields, after: Fields, action: NumpyArray, dt: NumpyArray) -> Outcome:
         """The speed of the centre of mass and a bonus for staying upright, less the costs of control and contact."""
         healthy = _within(after["qpos"][:, 2], self.healthy_z_range)
-        x_velocity = (_mass_center_x(after) - _mass_center_x(before)) / dt
-        forward = self.forward_reward_weight * x_velocity
+        speed = (_mass_center_x(after) - _mass_center_x(before)) / dt
         control = self._control_cost(action.astype(np.float64))  # Gymnasium reads it from the simulation
         contact = self.contact_cost_weight * np.square(after["cfrc_ext"]).sum((1, 2))
-        return self._judge(healthy, forward, control, contact.clip(*self.contact_cost_range))
+        return self._judge(healthy, speed, control, contact.clip(*self.contact_cost_range))
 
 
 def _mass_center_x(fields: Fields) -> Any:
