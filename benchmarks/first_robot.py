@@ -1,6 +1,6 @@
 """The default run, ten seeds: does the robot walk, and how long does it take?
 
-    python benchmarks/first_robot.py [PRESET] [--seeds 10] [--cold]
+    python benchmarks/first_robot.py [PRESET] [--seeds 10] [--cold] [--section.key VALUE …]
 
 Each seed is a whole ``apexrl train`` with two threads: start of the interpreter, compilation, training, the evaluation
 of 100 episodes, curve and video. Seconds are by the clock and of the processor. With --cold every seed finds no
@@ -29,11 +29,12 @@ ENOUGH, SECONDS = 0.9, 180.0
 """Episodes without a fall for a seed to count, and the time that a run may take."""
 
 
-def train(preset: str, seed: int, run_dir: Path, cache: Path) -> dict[str, Any]:
+def train(preset: str, seed: int, run_dir: Path, cache: Path, more: list[str]) -> dict[str, Any]:
     """Train one seed; return what its evaluation found and how long it took."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "XDG_CACHE_HOME": str(cache)}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "inductor")
     words = [sys.executable, "-m", "apexrl.cli", "train", preset, "--run-dir", str(run_dir), f"--training.seed={seed}"]
+    words += more
     before, started = os.times(), time.perf_counter()
     subprocess.run(words, env=environment, stdout=subprocess.DEVNULL, check=True)
     seconds, after = time.perf_counter() - started, os.times()
@@ -49,12 +50,12 @@ def main() -> None:
     parser.add_argument("preset", nargs="?", default=DEFAULT_PRESET)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--cold", action="store_true")
-    options = parser.parse_args()
+    options, more = parser.parse_known_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for seed in range(options.seeds):
             cache = Path(scratch) / (f"cache{seed}" if options.cold else "cache")
-            rows.append(train(options.preset, seed, Path(scratch) / f"run{seed}", cache))
+            rows.append(train(options.preset, seed, Path(scratch) / f"run{seed}", cache, more))
             print(json.dumps(rows[-1]), flush=True)
             walk = sum(row["without a fall"] >= ENOUGH for row in rows)
             quick = sum(row["seconds"] <= SECONDS for row in rows)
