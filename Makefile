@@ -58,8 +58,8 @@ install-chromium: $(CHROMIUM)/chromium  ## Unpack Debian's headless Chromium for
 $(CHROMIUM)/chromium:
 	tests/install_chromium.sh $(CHROMIUM)
 
-train: install  ## Train the default preset (lift_ppo) and show the result.
-	$(BIN)/apexrl train lift_ppo
+train: install  ## Train the default preset (walker_ppo) and show the result.
+	$(BIN)/apexrl train
 
 test: install-dev  ## Run the whole test suite.
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 30 tests

@@ -45,7 +45,7 @@ def add_commands(command: AddCommand) -> None:
     train.usage = "apexrl train [PRESET] [--option VALUE …] [--section.field VALUE …]"
     train.add_argument("--help", "-h", action="store_true", help="the common options, and what the preset sets")
     train.add_argument("--help-all", action="store_true", help="every option")
-    train.add_argument("preset", nargs="?", help="a preset (see 'apexrl list') or a YAML file; default lift_ppo")
+    train.add_argument("preset", nargs="?", help="a preset (see 'apexrl list') or a YAML file; default walker_ppo")
     train.add_argument("--config_path", "--config-path", metavar="FILE", help="a YAML file, instead of a preset")
     train.add_argument("--algo", metavar="NAME", help="short for --algo.name; module:Class for one of your own")
     train.add_argument("--policy", metavar="NAME", help="short for --policy.kind; module:Class for one of your own")

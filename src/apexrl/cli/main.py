@@ -28,7 +28,7 @@ _CLOSING = {"[": "]", "{": "}"}
 DESCRIPTION = """\
 Train robot policies with reinforcement learning.
 
-  apexrl train                                 train the default preset (lift_ppo)
+  apexrl train                                 train the default preset (walker_ppo)
   apexrl train cartpole_ppo --task.id Acrobot-v1 --training.seed 3
   apexrl train my_run.yaml --run-dir runs/mine
   apexrl train --resume runs/mine              resume after a kill, a crash or Ctrl-C

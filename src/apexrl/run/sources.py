@@ -14,7 +14,7 @@ import yaml
 from apexrl.core.errors import ConfigError, did_you_mean
 
 SECTIONS = ("task", "policy", "algo", "training", "logging", "features")
-DEFAULT_PRESET = "lift_ppo"
+DEFAULT_PRESET = "walker_ppo"
 MAX_VALUES = 10_000
 """In a configuration, with its anchors filled in: a few lines of YAML can stand for more than any memory holds."""
 MAX_BITS = 1024

@@ -32,7 +32,7 @@ from apexrl.run.loading import load_config, with_overrides
 from apexrl.run.sources import parse_yaml, preset_names, preset_summary, read_source
 from apexrl.run.tasks import TaskConfig
 
-PRESETS = ["cartpole_ppo", "halfcheetah_ppo", "hopper_ppo", "lift_ppo", "pendulum_ppo", "walker2d_ppo"]
+PRESETS = ["cartpole_ppo", "halfcheetah_ppo", "hopper_ppo", "lift_ppo", "pendulum_ppo", "walker2d_ppo", "walker_ppo"]
 VLA = {"kind": "vla"}
 SUITE = {"task": {"benchmark_name": "mt10"}, "algo": {"name": "rloo"}}
 SOURCES = sorted(Path(apexrl.__file__).parent.rglob("*.py"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
@@ -67,7 +67,7 @@ class CommandedWalker(MujocoTask):
     of 4 ms and Euler's integrator.
     """
 
-    data_fields = ("qpos", "qvel", "userdata")
+    data_fields: ClassVar[tuple[str, ...]] = ("qpos", "qvel", "userdata")
 
     command_range: tuple[float, float] = (0.5, 1.5)
     """Speeds that are commanded, m/s."""
