@@ -202,8 +202,8 @@ def test_the_real_command_trains_another_gymnasium_task(tmp_path: Path) -> None:
 
 
 def test_the_default_preset_needs_no_name(tmp_path: Path) -> None:
-    assert main(["train", *TINY, *NO_EXTRAS, "--run-dir", str(tmp_path / "run")]) == 0
-    assert load_config(str(tmp_path / "run" / "config.yaml")).task.id == "lift"
+    assert main(["train", *TINY_LIFT, *NO_EXTRAS, "--run-dir", str(tmp_path / "run")]) == 0
+    assert load_config(str(tmp_path / "run" / "config.yaml")).task.id == "mujoco/Walker"
 
 
 def test_a_file_is_taken_by_config_path(tmp_path: Path) -> None:
