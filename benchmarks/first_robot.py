@@ -21,7 +21,7 @@ from typing import Any
 
 import report
 
-from apexrl.run.loading import DEFAULT_PRESET
+from apexrl.run.sources import DEFAULT_PRESET
 
 FIELDS = {"return": "return", "forward_speed": "speed, m/s", "tracking_error": "speed error, m/s"}
 """Episode fields that are shown as they are."""
