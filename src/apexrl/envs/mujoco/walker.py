@@ -114,7 +114,7 @@ class CommandedWalker(MujocoTask):
         return spec
 
     def begin(self, model: Any, data: Any, rng: np.random.Generator) -> None:
-        """Draw a first state around the standing pose, a command and when the next one comes."""
+        """Sample a first state around the standing pose, a command and when the next one comes."""
         noise = self.reset_noise_scale
         data.qpos[:] = rng.uniform(-noise, noise, model.nq)
         data.qpos[1:] += (TORSO_HEIGHT, 0.0, *POSE, *POSE)
@@ -178,7 +178,7 @@ class Walker(CommandedWalker):
         return for_one_robot(self._spec(1).compile())
 
     def begin(self, model: Any, data: Any, rng: np.random.Generator) -> None:
-        """Draw a first state, a command and the phase of the clock."""
+        """Sample a first state, a command and the phase of the clock."""
         super().begin(model, data, rng)
         data.userdata[2] = rng.uniform(0.0, 2.0 * math.pi)
 
