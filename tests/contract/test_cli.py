@@ -616,7 +616,8 @@ def _incomplete(path: Path) -> None:
 
 def _other_shape(path: Path) -> None:
     content = checkpoint.load(path)
-    content["config"]["policy"]["hidden_dims"] = [9]
+    for network in ("actor_cfg", "critic_cfg"):
+        content["recipe"]["options"][network]["hidden_dims"] = [9]
     torch.save(content, path)
 
 
