@@ -145,19 +145,20 @@ def _problems(section: str, cls: Any, values: Mapping[str, Any], error: Validati
     """Return a line for each field that is wrong."""
     lines: dict[str, str] = {}
     kinds = get_type_hints(cls, include_extras=True)
+    prefix = f"{section}." if section else ""
     for entry in error.errors(include_url=False):
         name = str(entry["loc"][0]) if entry["loc"] else ""
         if isinstance(cause := entry.get("ctx", {}).get("error"), ConfigError):
             lines[name] = str(cause)
         elif name not in kinds:
-            is_renamed = renamed(f"{section}.{name}", [f"{section}.{known}" for known in kinds])
-            lines[name] = is_renamed or f"Unknown field '{section}.{name}'.{did_you_mean(name, kinds)}"
+            is_renamed = renamed(prefix + name, [prefix + known for known in kinds])
+            lines[name] = is_renamed or f"Unknown field '{prefix}{name}'.{did_you_mean(name, kinds)}"
         else:
             given, hint = entry["input"], ""
             if isinstance(given, str):
                 hint = did_you_mean(given, [choice for choice in choices(kinds[name]) if isinstance(choice, str)])
             value = list(values[name]) if isinstance(values[name], tuple) else values[name]
-            lines[name] = f"{section}.{name} must be {rule(kinds[name])}, got {value!r}.{hint}"
+            lines[name] = f"{prefix}{name} must be {rule(kinds[name])}, got {value!r}.{hint}"
     return list(lines.values())
 
 

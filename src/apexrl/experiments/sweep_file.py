@@ -5,28 +5,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import Field
 
 from apexrl.core.errors import ConfigError, did_you_mean
 from apexrl.core.renamed import renamed
-from apexrl.core.validation import as_number, field_rules
+from apexrl.core.validation import Integer, as_number, field_rules, options
 from apexrl.run.config import CONFIG_SECTIONS, Config, field_paths
 from apexrl.run.loading import overridden
 from apexrl.run.sources import parse_yaml, preset_dir, read_source
 
 SWEEP_VERSION = 1
-SWEEP_CHOICES = {
-    "direction": ("maximize", "minimize"),
-    "pruning": ("none", "median", "halving"),
-    "sampler": ("tpe", "random"),
-}
-"""Fields with a few possible values."""
-MAX_COUNTS = {"trials": 100_000, "seeds": 100}
-"""Fields that count, and their largest value."""
 
 
 @dataclass(frozen=True)
@@ -41,23 +34,36 @@ class Dimension:
     is_integer: bool = False
 
 
-@dataclass(frozen=True)
-class SweepFile:
+@options("")
+class SweepOptions:
+    """How a sweep searches."""
+
+    trials: Annotated[Integer, Field(ge=1, le=100_000)] = 20
+    """Configurations that are tried."""
+    objective: Annotated[str, Field(min_length=1)] = "return"
+    """return, success_rate or another number of an evaluation, or a metric such as train/value_loss."""
+    direction: Literal["maximize", "minimize"] = "maximize"
+    """What is done with the objective."""
+    seeds: Annotated[Integer, Field(ge=1, le=100)] = 1
+    """Seeds that each trial is trained with."""
+    pruning: Literal["none", "median", "halving"] = "none"
+    """What stops hopeless trials early."""
+    sampler: Literal["tpe", "random"] = "tpe"
+    """What draws the next trial."""
+    seed: Annotated[Integer, Field(ge=0, le=2**31)] = 0
+    """Of the sampler."""
+
+
+@options("")
+class SweepFile(SweepOptions):
     """What a sweep does."""
 
     base: dict[str, Any]
     """The configuration that every trial starts from, as plain values."""
     space: tuple[Dimension, ...]
+    """What is searched."""
     given: dict[str, Any]
     """The fields as they stand in the file, with defaults."""
-
-    trials: int = 20
-    objective: str = "return"
-    direction: Literal["maximize", "minimize"] = "maximize"
-    seeds: int = 1
-    pruning: str = "none"
-    sampler: str = "tpe"
-    seed: int = 0
 
     def config(self, values: Mapping[str, Any]) -> Config:
         """Return the configuration of a trial."""
@@ -72,7 +78,7 @@ class SweepFile:
         return {"version": SWEEP_VERSION, **self.given, "base": self.base}
 
 
-DEFAULTS = {entry.name: entry.default for entry in fields(SweepFile) if entry.default is not MISSING}
+DEFAULTS = asdict(SweepOptions())
 
 
 def read_sweep(path: Path) -> SweepFile:
@@ -107,7 +113,12 @@ def sweep_from(raw: Mapping[str, Any], where: str) -> SweepFile:
     else:
         given = {**DEFAULTS, **raw}
         base = _base(given, where).to_dict()
-    problems, space = _scalar_problems(given), []
+    problems: list[str] = []
+    space = []
+    try:
+        options_of_search = SweepOptions(**{name: given[name] for name in DEFAULTS})
+    except ConfigError as error:
+        problems += str(error).splitlines()
     for name, entry in _mapping(given, "space", problems).items():
         try:
             space.append(_dimension(name, entry))
@@ -116,7 +127,7 @@ def sweep_from(raw: Mapping[str, Any], where: str) -> SweepFile:
     if not given.get("space"):
         problems.append("space must hold at least one field, such as algo.learning_rate: {low: 1e-4, high: 1e-2}.")
     _refuse(problems, where)
-    sweep = SweepFile(base, tuple(space), given, **{name: given[name] for name in DEFAULTS})
+    sweep = SweepFile(base=base, space=tuple(space), given=given, **asdict(options_of_search))
     _refuse(_impossible_values(sweep), where)
     return sweep
 
@@ -161,26 +172,6 @@ def _mapping(given: Mapping[str, Any], name: str, problems: list[str]) -> dict[s
         problems.append(f"{name} must hold fields and values, got {value!r}.")
         return {}
     return value
-
-
-def _scalar_problems(given: Mapping[str, Any]) -> list[str]:
-    problems = []
-    for name, allowed in SWEEP_CHOICES.items():
-        if given[name] not in allowed:
-            problems.append(
-                f"{name} must be one of {', '.join(allowed)}, got {given[name]!r}."
-                f"{did_you_mean(str(given[name]), allowed)}"
-            )
-    for name, most in (*MAX_COUNTS.items(), ("seed", 2**31)):
-        value, least = given[name], 0 if name == "seed" else 1
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            problems.append(f"{name} must be an integer from {least} to {most}, got {value!r}.")
-    if not isinstance(given["objective"], str) or not given["objective"]:
-        problems.append(
-            f"objective must be return, success_rate or another number of an evaluation, or a metric such as "
-            f"train/value_loss, got {given['objective']!r}."
-        )
-    return problems
 
 
 def _dimension(name: str, entry: Any) -> Dimension:
