@@ -157,8 +157,8 @@ def show_curve(directory: Path) -> None:
 
 def _result(record: Mapping[str, Any]) -> str:
     text = f"return {record['return']:.2f}"
-    if record["return_interval"] is not None:
-        low, high = record["return_interval"]
+    if interval := record.get("return_interval"):
+        low, high = interval
         text += f" ({low:.2f} to {high:.2f})"
     if "success_rate" in record:
         text += f", success {100 * record['success_rate']:.1f} %"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch.utils.data import Dataset, _utils
+from typing_extensions import TypedDict
 
 from apexrl.core.errors import ConfigError, RunDirError
 from apexrl.core.system import files
+from apexrl.core.validation import Natural, checked
 from apexrl.envs.options import check_at_least
 from apexrl.envs.suites.base import Split, TaskSuite, own_split
 from apexrl.envs.suites.base import hash_init_state as hash_init_state
@@ -212,22 +215,24 @@ class RolloutStats:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to ``state_dict``, whatever the file says; the next ``write`` replaces it."""
-        self._states = {name: _checked_entry(entry) for name, entry in state.items()}
+        self._states = checked(_STATISTICS, dict(state), "These are no rollout statistics")
+
+
+class Outcomes(TypedDict):
+    """What a file of ``RolloutStats`` has of an initial state."""
+
+    task: str
+    outcomes: list[Annotated[Natural, Field(le=1)]]
+    skips: Natural
+
+
+_STATISTICS: Any = dict[str, Outcomes]
 
 
 def read_statistics(path: Path) -> dict[str, dict[str, Any]]:
     """Read a file of ``RolloutStats``; a ConfigError when it holds anything else."""
-    try:
-        return {name: _checked_entry(entry) for name, entry in json.loads(path.read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise ConfigError(
-            f"algo.rollout_stats_path {path} holds no rollout statistics ({type(error).__name__}: {error}). "
-            "Name another file, or delete this one."
-        ) from error
-
-
-def _checked_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    outcomes = [int(outcome) for outcome in entry["outcomes"]]
-    if not set(outcomes) <= {0, 1}:
-        raise ValueError(f"an outcome is 0 or 1, got {outcomes}")
-    return {"task": str(entry["task"]), "outcomes": outcomes, "skips": int(entry["skips"])}
+    what = f"algo.rollout_stats_path {path} holds no rollout statistics"
+    found: dict[str, dict[str, Any]] = checked(
+        _STATISTICS, path.read_bytes(), what, ". Name another file, or delete this one."
+    )
+    return found

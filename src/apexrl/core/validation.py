@@ -22,7 +22,7 @@ from typing import (
     get_type_hints,
 )
 
-from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
@@ -168,18 +168,33 @@ def choices(kind: Any) -> list[Any]:
     return list(inner) if get_origin(kind) is Literal else [choice for each in inner for choice in choices(each)]
 
 
-def checked(kind: Any, content: Any, where: str, error: type[ApexRLError] = ConfigError) -> Any:
-    """Return what a file holds as a type, or raise one line about the first thing in it that is none.
+def up_to(version: int) -> AfterValidator:
+    """Refuse the version of a file that a later apexrl wrote."""
+
+    def check(value: int) -> int:
+        if value > version:
+            text = f"it is of version {value}, this apexrl reads up to version {version}. Update apexrl"
+            raise PydanticCustomError("version", text)
+        return value
+
+    return AfterValidator(check)
+
+
+def checked(kind: type[T], content: Any, before: str, after: str = ".", error: type[ApexRLError] = ConfigError) -> T:
+    """Return plain values, or bytes of JSON, as a type.
 
     Args:
         kind: a dataclass, a NamedTuple, or any other type that pydantic understands.
-        content: plain values.
-        where: what the message begins with.
+        content: what is read.
+        before: the beginning of the error, such as "x.json is damaged"; what does not fit follows in brackets.
+        after: the end of the error.
         error: what is raised.
     """
+    adapter = TypeAdapter(kind)
     try:
-        return TypeAdapter(kind).validate_python(content)
+        return adapter.validate_json(content) if isinstance(content, bytes) else adapter.validate_python(content)
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
-        path = ".".join(str(part) for part in first["loc"])
-        raise error(f"{where}{path and f': {path}'}: {first['msg']}, got {first['input']!r}.") from None
+        place, value = ".".join(map(str, first["loc"])), repr(first["input"])
+        text = f"{first['msg'].removeprefix('Value error, ')}, got {value if len(value) < 100 else value[:100] + '…'}"
+        raise error(f"{before} ({f'{place}: ' if place else ''}{text}){after}") from None

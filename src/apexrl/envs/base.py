@@ -19,7 +19,7 @@ from apexrl.core.errors import EnvError, EnvStateError
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.types import ACTION, DONE, OBSERVATION, REWARD, TERMINATED, TRUNCATED, Carry, EnvStep, Observation
-from apexrl.envs.suites.base import InitState, StateEpisode, TaskSuite
+from apexrl.envs.suites.base import EpisodeNumber, InitState, StateEpisode, TaskSuite
 
 T = TypeVar("T")
 EpisodeStart: TypeAlias = int | InitState
@@ -29,7 +29,7 @@ EpisodeStart: TypeAlias = int | InitState
 class SeedEpisode(NamedTuple):
     """An episode of an ordinary task, as a manifest names it."""
 
-    seed: int
+    seed: EpisodeNumber
 
 
 @dataclass

@@ -7,17 +7,28 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from apexrl.core.errors import ConfigError
 from apexrl.core.system.files import write_json
+from apexrl.core.validation import Natural, checked, options, up_to
 from apexrl.envs.base import EpisodeStart, SeedEpisode, VecEnv
 from apexrl.envs.suites.base import StateEpisode
 
 MANIFEST_VERSION = 1
-MAX_EPISODE_SEED = 2**32
+
+
+@options("")
+class _File:
+    """What a file holds."""
+
+    version: Annotated[Natural, up_to(MANIFEST_VERSION)]
+    task: str
+    options: dict[str, Any]
+    episodes: Annotated[list[dict[str, Any]], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -50,22 +61,14 @@ class Manifest:
     @classmethod
     def read(cls, path: Path) -> Manifest:
         """Read a file."""
-        raw = read_json(path, "manifest")
-        version = raw.get("version")
-        if not isinstance(version, int) or raw.keys() != {"version", "task", "options", "episodes"}:
-            raise ConfigError(f"{path} is not a manifest; 'apexrl manifest TASK --output FILE' writes one.")
-        if version != MANIFEST_VERSION:
-            fix = "Update apexrl." if version > MANIFEST_VERSION else "Write a new one with 'apexrl manifest'."
-            raise ConfigError(
-                f"{path} is a manifest of version {version}; this one reads version {MANIFEST_VERSION}. {fix}"
-            )
-        if not isinstance(raw["task"], str) or not isinstance(raw["options"], dict):
-            raise ConfigError(f"{path}: 'task' must be a string and 'options' a mapping.")
-        if not isinstance(raw["episodes"], list) or not raw["episodes"]:
-            raise ConfigError(f"{path}: 'episodes' must be a list with at least one episode.")
-        kind: Any = SeedEpisode if "seed" in dict_or_empty(raw["episodes"][0]) else StateEpisode
-        episodes = [_episode(kind, entry, f"{path}: episode {i}") for i, entry in enumerate(raw["episodes"])]
-        return cls(raw["task"], raw["options"], episodes, path)
+        if not path.is_file():
+            raise ConfigError(f"There is no manifest at {path}.")
+        what, advice = f"{path} is not a manifest", "; 'apexrl manifest TASK --output FILE' writes one."
+        found = checked(_File, path.read_bytes(), what, advice)
+        has_seeds = "seed" in found.episodes[0]
+        kind: Any = SeedEpisode if has_seeds else StateEpisode
+        typed = checked(dict[str, list[kind]], {"episodes": found.episodes}, what, advice)
+        return cls(found.task, found.options, typed["episodes"], path)
 
     def starts(self, env: VecEnv) -> Sequence[EpisodeStart]:
         """Return where the episodes start in an environment of the task, as ``evaluate`` takes it."""
@@ -88,34 +91,3 @@ def make_manifest(
         ConfigError: when a suite has fewer validation states.
     """
     return Manifest(task, options or {}, env.sample_episodes(num_episodes, np.random.default_rng(seed)))
-
-
-def read_json(path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON file that holds a mapping; anything else gives an empty one."""
-    if not path.is_file():
-        raise ConfigError(f"There is no {what} at {path}.")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not a {what}: it is not JSON ({error}).") from error
-    return dict_or_empty(raw)
-
-
-def dict_or_empty(value: Any) -> dict[str, Any]:
-    """Return a mapping as it is, and an empty one for anything else."""
-    return value if isinstance(value, dict) else {}
-
-
-def _episode(kind: Any, entry: Any, where: str) -> Any:
-    types = get_type_hints(kind)
-    if not isinstance(entry, dict) or entry.keys() != types.keys():
-        raise ConfigError(f"{where} must have {', '.join(types)} and nothing else, got {entry!r}.")
-    for name, wanted in types.items():
-        value = entry[name]
-        if isinstance(value, bool) or not isinstance(value, wanted):
-            raise ConfigError(
-                f"{where}: '{name}' must be {'an integer' if wanted is int else 'a string'}, got {value!r}."
-            )
-        if wanted is int and not 0 <= value < MAX_EPISODE_SEED:
-            raise ConfigError(f"{where}: '{name}' must lie in [0, {MAX_EPISODE_SEED}), got {value}.")
-    return kind(**entry)

@@ -8,16 +8,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 import torch
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from apexrl.core.errors import ConfigError
 from apexrl.core.system.provenance import provenance
 from apexrl.core.types import EPISODE_ID, TASK_ID, TRUNCATED
+from apexrl.core.validation import Natural, Number, checked, up_to
 from apexrl.evaluation.evaluate import EvaluationResult, evaluate, group_size
-from apexrl.evaluation.manifest import Manifest, dict_or_empty, read_json
+from apexrl.evaluation.manifest import Manifest
 from apexrl.run.trained_policy import TrainedPolicy
 
 RESULTS_VERSION = 1
@@ -111,40 +114,61 @@ def episode_rows(manifest: Manifest, result: EvaluationResult) -> list[dict[str,
     return rows
 
 
+_Row = TypedDict(
+    "_Row",
+    {
+        "episode": Natural,
+        "task": NotRequired[str],
+        "return": Number,
+        "length": Natural,
+        "truncated": bool,
+        "success_once": NotRequired[Number | None],
+        "success_at_end": NotRequired[Number | None],
+        "fail_once": NotRequired[Number | None],
+    },
+)
+
+
+class _Lost(TypedDict):
+    episode: Natural
+    lost: Literal[True]
+
+
+class _File(TypedDict):
+    """What is read of a file of results."""
+
+    version: Annotated[Natural, up_to(RESULTS_VERSION)]
+    task: str
+    manifest_hash: str
+    checkpoint: dict[str, Any]
+    episodes: Annotated[list[_Lost | _Row], Field(min_length=1)]
+
+
 def read_results(path: Path) -> Results:
     """Read a file that ``apexrl eval --manifest … --output`` wrote."""
-    raw = read_json(path, "file of results")
-    rows, checkpoint = raw.get("episodes"), dict_or_empty(raw.get("checkpoint"))
-    is_known = raw.get("version") == RESULTS_VERSION and isinstance(raw.get("manifest_hash"), str)
-    if not is_known or not isinstance(rows, list):
-        raise ConfigError(
-            f"{path} is not a file of results of version {RESULTS_VERSION}; "
-            "'apexrl eval RUN_DIR --manifest FILE --output FILE' writes one."
-        )
-    try:
-        if [row["episode"] for row in rows] != list(range(len(rows))):
-            raise ValueError("the episodes are not numbered from 0")
-        kept = [row for row in rows if not row.get("lost")]
-        columns = {
-            name: [row[shown] for row in kept]
-            for name, shown in _ROW_FIELDS.items()
-            if name in ("return", "episode_len") or all(shown in row for row in kept)
-        }
-        columns[TRUNCATED] = [row["truncated"] for row in kept]
-        info = {EPISODE_ID: [row["episode"] for row in kept]}
-        names = list(dict.fromkeys(row["task"] for row in kept if "task" in row))
-        if names:
-            info[TASK_ID] = [names.index(row["task"]) for row in kept]
-        episodes, numbers = (
-            {name: np.array(values, np.float64) for name, values in table.items()} for table in (columns, info)
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is damaged: its 'episodes' cannot be read ({error!r}).") from error
+    if not path.is_file():
+        raise ConfigError(f"There is no file of results at {path}.")
+    what = f"{path} is not a file of results, or is damaged"
+    advice = "; 'apexrl eval RUN_DIR --manifest FILE --output FILE' writes one."
+    found = checked(_File, path.read_bytes(), what, advice)
+    rows: list[Any] = found["episodes"]
+    if [row["episode"] for row in rows] != list(range(len(rows))):
+        raise ConfigError(f"{what} (episodes: they are not numbered from 0){advice}")
+    kept = [row for row in rows if "lost" not in row]
     if not kept:
         raise ConfigError(f"{path} has no episode that was not lost.")
+    shown = {**_ROW_FIELDS, TRUNCATED: "truncated"}
+    columns = {name: [row[field] for row in kept] for name, field in shown.items() if all(field in row for row in kept)}
+    info = {EPISODE_ID: [row["episode"] for row in kept]}
+    names = list(dict.fromkeys(row["task"] for row in kept if "task" in row))
+    if names:
+        info[TASK_ID] = [names.index(row["task"]) for row in kept]
+    episodes, numbers = (
+        {name: np.array(values, np.float64) for name, values in table.items()} for table in (columns, info)
+    )
     result = EvaluationResult(episodes, task_names=names, info=numbers, num_lost=len(rows) - len(kept))
-    name = str(checkpoint.get("path", path))
-    return Results(name, str(raw.get("task")), raw["manifest_hash"], checkpoint, result)
+    name = str(found["checkpoint"].get("path", path))
+    return Results(name, found["task"], found["manifest_hash"], found["checkpoint"], result)
 
 
 def hashed(path: Path) -> dict[str, Any]:

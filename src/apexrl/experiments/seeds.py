@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
+import pydantic
 from numpy.typing import NDArray
+from typing_extensions import TypedDict
 
 from apexrl.core.errors import ConfigError, FewSamplesWarning, RunDirError
 from apexrl.core.functional.intervals import iqm, iqm_interval
 from apexrl.core.system import files
+from apexrl.core.validation import Natural, Number, checked, up_to
 from apexrl.run.records import Log
 
 FILE = "seeds.json"
@@ -25,16 +27,43 @@ SUMMARY_FIELDS = ("return", "success_rate")
 State = Literal["waiting", "done", "failed"]
 
 
-@dataclass
+class _Task(TypedDict):
+    success_rate: Number
+
+
+_Record = TypedDict(
+    "_Record",
+    {
+        "return": Number,
+        "return_interval": NotRequired[tuple[Number, Number] | None],  # one episode has none
+        "episodes": Natural,
+        "success_rate": NotRequired[Number],
+        "per_task": NotRequired[dict[str, _Task]],
+    },
+)
+"""What is read of an evaluation's record."""
+
+
+@pydantic.dataclasses.dataclass(config=pydantic.ConfigDict(extra="forbid"))
 class SeedRun:
     """One of the runs."""
 
-    seed: int
+    seed: Annotated[Natural, pydantic.Field(le=MAX_RUN_SEED)]
     state: State = "waiting"
     error: str = ""
     """Why it failed."""
     result: dict[str, Any] = field(default_factory=dict)
     """Record of the evaluation at the end."""
+
+    def __post_init__(self) -> None:
+        if self.state == "done":
+            checked(_Record, self.result, f"result of seed {self.seed}")
+
+
+class _File(TypedDict):
+    version: Annotated[Natural, up_to(SEEDS_VERSION)]
+    runs: list[SeedRun]
+    config: dict[str, Any]
 
 
 @dataclass
@@ -78,36 +107,8 @@ def read(directory: Path) -> SeedRuns:
     path = directory / FILE
     if not path.is_file():
         raise RunDirError(f"{directory} holds no {FILE}: name a directory that 'apexrl train --seeds' created.")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["version"] > SEEDS_VERSION:
-            raise RunDirError(
-                f"{path} is of version {content['version']}; this apexrl reads up to {SEEDS_VERSION}. Update apexrl."
-            )
-        if not isinstance(content["config"], dict):
-            raise TypeError("'config' must be a mapping")
-        runs = [SeedRun(**entry) for entry in content["runs"]]
-        for run in runs:
-            _check(run)
-        return SeedRuns(directory, content["config"], runs)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RunDirError(f"{path} is damaged ({type(error).__name__}: {error}); start the seeds again.") from error
-    except OSError as error:
-        raise RunDirError(f"{path} cannot be read: {error.strerror or error}.") from error
-
-
-def _check(run: SeedRun) -> None:
-    """Raise a ValueError about what cannot have been written by a run."""
-    if type(run.seed) is not int or not 0 <= run.seed <= MAX_RUN_SEED:
-        raise ValueError(f"'seed' must be an integer from 0 to {MAX_RUN_SEED}")
-    if run.state not in get_args(State):
-        raise ValueError(f"'state' of seed {run.seed} must be one of {', '.join(get_args(State))}")
-    if run.state == "done":
-        low, high = run.result["return_interval"] or (0.0, 0.0)  # one episode has none
-        rates = [task["success_rate"] for task in run.result.get("per_task", {}).values()]
-        numbers = [run.result["return"], low, high, run.result["episodes"], run.result.get("success_rate", 0.0), *rates]
-        if not all(isinstance(number, int | float) for number in numbers):
-            raise ValueError(f"'result' of seed {run.seed} must hold numbers")
+    content = checked(_File, path.read_bytes(), f"{path} is damaged", "; start the seeds again.", RunDirError)
+    return SeedRuns(directory, content["config"], content["runs"])
 
 
 def parse_seeds(text: str, first: int) -> list[int]:

@@ -105,5 +105,6 @@ def test_a_plain_dataclass_of_a_user_is_checked_too() -> None:
 
 def test_a_file_is_read_as_its_type_or_refused_with_the_place() -> None:
     assert checked(list[Base], [{"steps": 3}], "x.json") == [Base(steps=3)]
+    assert checked(list[Base], b'[{"steps": 3}]', "x.json") == [Base(steps=3)]
     with refused(RunDirError, "x.json", "1.steps", "got 0"):
-        checked(list[Base], [{}, {"steps": 0}], "x.json", RunDirError)
+        checked(list[Base], [{}, {"steps": 0}], "x.json is damaged", error=RunDirError)

@@ -6,13 +6,15 @@ import functools
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from apexrl.core.errors import ConfigError
+from apexrl.core.validation import Natural
 
 Split = Literal["train", "val", "test"]
 """``test`` is another name of ``val``: the initial states that are never trained on."""
@@ -52,12 +54,15 @@ class InitState(NamedTuple):
         return [self.task_id, *np.ascontiguousarray(self.init_state).view(np.uint32).tolist()]
 
 
+EpisodeNumber = Annotated[Natural, Field(lt=2**32)]
+
+
 class StateEpisode(NamedTuple):
     """An episode of a suite, as a manifest names it."""
 
     task: str
     split: str
-    init_state: int
+    init_state: EpisodeNumber
     """Index among the initial states of the task in that split."""
     hash: str
     """SHA-256 of the state itself: another version of the simulator may have another one at this index."""
