@@ -25,8 +25,8 @@ from apexrl.run.sources import DEFAULT_PRESET
 
 FIELDS = {"return": "return", "forward_speed": "speed, m/s", "tracking_error": "speed error, m/s"}
 """Episode fields that are shown as they are."""
-ENOUGH, SECONDS = 0.9, 180.0
-"""Episodes without a fall for a seed to count, and the time that a run may take."""
+ENOUGH, CLOSE, SECONDS = 0.9, 0.25, 180.0
+"""Share of episodes without a fall and mean error of the speed (m/s) with which a seed walks, and seconds of a run."""
 
 
 def train(preset: str, seed: int, run_dir: Path, cache: Path, more: list[str]) -> dict[str, Any]:
@@ -57,7 +57,9 @@ def main() -> None:
             cache = Path(scratch) / (f"cache{seed}" if options.cold else "cache")
             rows.append(train(options.preset, seed, Path(scratch) / f"run{seed}", cache, more))
             print(json.dumps(rows[-1]), flush=True)
-            walk = sum(row["without a fall"] >= ENOUGH for row in rows)
+            # A robot that stands still does not fall either.
+            follows = [row.get(FIELDS["tracking_error"], 0.0) <= CLOSE for row in rows]
+            walk = sum(row["without a fall"] >= ENOUGH and close for row, close in zip(rows, follows, strict=True))
             quick = sum(row["seconds"] <= SECONDS for row in rows)
             result = {"seeds that walk": walk, "seeds within three minutes": quick, "of": len(rows)}
             report.write("first_robot", {"preset": options.preset, "result": result, "rows": rows})

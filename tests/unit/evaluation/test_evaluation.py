@@ -106,6 +106,14 @@ def test_the_result_is_a_number_and_a_sentence() -> None:
     assert "2 episodes" in str(result)
 
 
+def test_the_summary_has_episodes_without_a_failure_and_the_metrics_of_the_task() -> None:
+    episodes = {"return": np.ones(10), "fail_once": np.array([1.0] * 2 + [0.0] * 8), "speed": np.full(10, 0.5)}
+    result = EvaluationResult({**episodes, "reward_x": np.ones(10)}, task_metrics=["speed", "never_reported"])
+    # Wilson's interval of 8/10, as above.
+    assert "without a failure 80.0 % (49.0 to 94.3 %), speed 0.50, over 10 episodes" in str(result)
+    assert "reward_x" not in str(result)
+
+
 def test_one_episode_has_no_interval() -> None:
     one = EvaluationResult({name: np.ones(1) for name in ("return", "success_once", "success_at_end")})
     assert str(one) == "return 1.00, success 100.0 %, at the end 100.0 %, over 1 episode"
