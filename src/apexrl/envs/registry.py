@@ -120,8 +120,9 @@ def make_env(
 
 def _makes_several(maker: Callable[..., Any]) -> bool:
     """Whether a class or a function makes a ``VecEnv``, not one environment of Gymnasium."""
-    is_gym = isinstance(maker, type) and issubclass(maker, gym.Env)
-    return not is_gym and "num_envs" in inspect.signature(maker).parameters
+    if isinstance(maker, type) and issubclass(maker, VecEnv | gym.Env):
+        return issubclass(maker, VecEnv)
+    return "num_envs" in inspect.signature(maker).parameters
 
 
 def _is_known_to_mujoco(id: str, options: Mapping[str, Any]) -> bool:

@@ -27,8 +27,9 @@ def register_task(name: str, maker: Callable[..., Any]) -> None:
 
     Args:
         name: for ``task.id`` and ``make_env``.
-        maker: a class or a function. One with a parameter ``num_envs`` makes a ``VecEnv`` of that many environments,
-            any other one ``gymnasium.Env``. It gets ``task.kwargs``, and ``device`` where it takes that.
+        maker: a class or a function. A subclass of ``VecEnv``, and whatever has a parameter ``num_envs``, makes that
+            many environments, anything else one ``gymnasium.Env``. It gets ``task.kwargs``, and ``device`` where it
+            takes that.
     """
     TASKS.register(name, maker)
 
