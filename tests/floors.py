@@ -6,8 +6,8 @@ import re
 import tomllib
 from pathlib import Path
 
-EXTRAS = ("mujoco", "suites", "report", "sweep", "export")
-"""What the unit tests import; the other extras have tests that skip without them."""
+EXTRAS = ("mujoco", "classic", "suites", "report", "sweep", "export", "wandb")
+"""What the unit tests use; tests of the other extras skip without them."""
 TOOLS = ["pytest", "pytest-xdist", "hypothesis"]
 """What runs the tests; any version will do."""
 

@@ -243,7 +243,7 @@ def _read(demo: h5py.Group, name: str, file: Path, dtype: Any) -> NDArray[Any]:
         raise ConfigError(f"{file}: {named} must be bytes (uint8, 0 to 255), got {found.dtype}; convert it.")
     try:
         values = np.asarray(found[()]).astype(dtype, copy=False)
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, MemoryError, TypeError, ValueError) as error:
         raise ConfigError(f"{file}: {named} is damaged or holds no numbers: {error}. Use another file.") from error
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise ConfigError(f"{file}: {named} holds numbers that are not finite.")
