@@ -37,7 +37,7 @@ class BCConfig(AlgorithmConfig):
     num_updates: Count = 1500
     """Gradient steps of a fit. More fit the demonstrations better, too many overfit; usually 500 to 20,000."""
     batch_size: Count = 128
-    """Samples of one gradient step, drawn with replacement. Larger is steadier but slower; usually 64 to 512."""
+    """Samples of one gradient step, sampled with replacement. Larger is steadier but slower; usually 64 to 512."""
     micro_batch_size: Count | None = None
     """Samples of one forward and backward pass at most, whose gradients are summed; null takes all at once."""
     learning_rate: Positive = 1e-3
@@ -78,7 +78,7 @@ class BCConfig(AlgorithmConfig):
 
 
 def randomly_moved(images: Tensor, most: int) -> Tensor:
-    """Move each image (``[B, H, W, C]`` or ``[B, C, H, W]``) by up to ``most`` pixels; its border is drawn out."""
+    """Move each image (``[B, H, W, C]`` or ``[B, C, H, W]``) by up to ``most`` pixels; its border is replicated."""
     channels_last = images.shape[-1] < images.shape[1]
     upright = images if channels_last else images.permute(0, 2, 3, 1)
     count, here = len(images), images.device

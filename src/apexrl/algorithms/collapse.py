@@ -1,4 +1,4 @@
-"""A way back for a policy that has stopped to succeed."""
+"""Restores the best policy after a collapse."""
 
 from __future__ import annotations
 

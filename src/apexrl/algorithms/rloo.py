@@ -109,7 +109,7 @@ class RLOOConfig(AlgorithmConfig):
     """Weight of the mean squared error of the demonstrated actions (task.demos; normalised ones of a vla, and of the
     field of a flow head), so that what they taught is not forgotten while other tasks are learned; 0 reads none."""
     imitation_batch_size: Count = 256
-    """Demonstrated chunks of one optimizer step, drawn with replacement."""
+    """Demonstrated chunks of one optimizer step, sampled with replacement."""
     max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this norm."""
     adam_eps: Positive = 1e-8
@@ -125,7 +125,7 @@ class RLOOConfig(AlgorithmConfig):
     rollout_stats_path: str = ""
     """That file; empty for rollout_stats.json in the run directory."""
     use_val_init: bool = False
-    """Draw initial states from the validation split, which evaluation uses: to debug, never for results."""
+    """Take initial states from the validation split, which evaluation uses: to debug, never for results."""
     oversample: Annotated[Number, Field(ge=1)] = 1.5
     """Groups run for each one still missing, when some may be dropped."""
     max_attempts: Count = 4

@@ -61,7 +61,7 @@ class SACConfig(AlgorithmConfig):
     """Transitions in the replay buffer before the first gradient step. More explore longer at random; usually 1,000
     to 10,000."""
     uniform_start: bool = True
-    """Draw actions uniformly within their bounds until then; false lets the policy act as it begins."""
+    """Sample actions uniformly within their bounds until then; false lets the untrained policy act."""
     buffer_size: Annotated[Integer, Field(ge=1, le=MAX_CAPACITY)] = 1_000_000
     """Transitions that are kept; the oldest make room."""
     replay_device: Literal["auto", "cpu"] = "auto"
@@ -69,11 +69,11 @@ class SACConfig(AlgorithmConfig):
     save_replay: bool = False
     """Save the transitions with every checkpoint, so that a resumed run continues exactly; large."""
     priority_exponent: NonNegative = 0.0
-    """Draw transitions by their TD error to this power; 0 draws uniformly."""
+    """Sample transitions in proportion to their TD error to this power; 0 samples uniformly."""
     importance_exponent: Fraction = 0.4
     """Corrects for the priorities at the start, from 0 (not) to 1 (fully); rises linearly to 1 over training."""
     n_step: Count = 1
-    """Rewards in a target before the critics take over."""
+    """Number of steps in the n-step return."""
     gamma: Fraction = 0.99
     """Discount per step. Larger looks further ahead, 1 / (1 - gamma) steps, but is noisier; usually 0.95 to 0.999."""
     tau: Share = 0.005
@@ -93,7 +93,7 @@ class SACConfig(AlgorithmConfig):
     num_critics: Count = 2
     """Independent critics; 10 with utd_ratio 20 is REDQ."""
     target_subset: Count = 2
-    """Critics, drawn at random at each gradient step, whose minimum is the target."""
+    """Critics, sampled at each gradient step, whose minimum is the target."""
     actor_value: Literal["min", "mean"] = "min"
     """What the actor climbs: the minimum of the critics, or their mean (REDQ, DroQ)."""
     layer_norm: bool = False
@@ -394,7 +394,7 @@ class CriticLoss(Loss):
 
 
 class ActorLoss(Loss):
-    """L = mean(α log π(a|s) − Q(s, a)), a sampled again."""
+    """L = mean(α log π(a|s) − Q(s, a)), with a new sample a."""
 
     def __init__(self, policy: SACPolicy, actor_value: str, acceleration: Acceleration) -> None:
         super().__init__(acceleration)

@@ -370,7 +370,7 @@ class RolloutGenerator(BaseCollector):
         self._skip(mastered)
         if must and not chosen:
             chosen = mastered[:count]
-            self.on_message(f"No init state is left that is not mastered; {len(chosen)} of them are tested again.")
+            self.on_message(f"Every init state is mastered; {len(chosen)} of them are tested again.")
         return chosen
 
     def _skip(self, mastered: list[_Draw]) -> None:
@@ -439,12 +439,12 @@ class RolloutGenerator(BaseCollector):
             )
         if counts["envs_created"]:
             self.on_message(
-                f"Made {plural(counts['envs_created'], 'simulator')} in {self._seconds_creating:.1f} s; "
+                f"Created {plural(counts['envs_created'], 'simulator')} in {self._seconds_creating:.1f} s; "
                 f"{plural(counts['envs_reused'], 'episode')} reused one."
             )
         if not is_mixed:
             self.on_message(
-                f"No group had both successes and failures after {attempts}; nothing is learned from this batch. Where "
+                f"No group had both successes and failures after {attempts}; nothing is learned from this batch. If "
                 "this continues, start from an imitated policy (training.init_from), raise policy.init_std "
                 "(policy.noise_level of a flow head), or lengthen task.max_episode_length."
             )

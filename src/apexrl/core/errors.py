@@ -19,7 +19,7 @@ class EnvError(ApexRLError, RuntimeError):
 
 
 class EnvStateError(ApexRLError, RuntimeError):
-    """An environment could not be put back into a saved state."""
+    """An environment could not be restored to a saved state."""
 
 
 class CheckpointError(ApexRLError, RuntimeError):

@@ -64,7 +64,7 @@ Observation: TypeAlias = Tensor | TensorDict
 Carry: TypeAlias = dict[str, Any]
 """What one step hands to the next, ``[N]``: ``observation`` and the policy's recurrent state.
 
-A plain dictionary: a TensorDict is made once a rollout, not once a step.
+A plain dictionary: a TensorDict is created once per rollout, not once per step.
 """
 
 Actor: TypeAlias = Callable[[Carry], dict[str, Tensor]]

@@ -296,9 +296,9 @@ class VecEnv(ABC):
         """Render environment ``index`` as an ``[H, W, 3]`` image.
 
         Raises:
-            EnvError: when the environment cannot be drawn.
+            EnvError: when the environment cannot render.
         """
-        raise EnvError(f"{type(self).__name__} cannot be drawn.")
+        raise EnvError(f"{type(self).__name__} cannot render.")
 
     def close(self) -> None:
         """Free simulators and processes. The environment cannot be used afterwards."""

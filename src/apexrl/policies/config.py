@@ -59,7 +59,7 @@ class PolicyConfig:
     """Explore by a random function of the actor's last features (gSDE, Raffin et al. 2021) instead of noise at every
     step; init_std, min_std and max_std are then of its weights, init_std usually 0.05 to 0.4. For mlp and gru."""
     gsde_interval: NonNegativeInteger = 4
-    """Steps after which gSDE draws another function, usually 4 to 64; 0 draws one an episode."""
+    """Steps after which gSDE samples another function, usually 4 to 64; 0 samples one per episode."""
     normalize_obs: bool = False
     """Normalise observations by running statistics: usually true where their units differ, such as in MuJoCo; false
     where they are scaled already."""

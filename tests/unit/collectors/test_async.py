@@ -693,7 +693,7 @@ def test_rloo_learns_from_groups_of_the_policy_before() -> None:
     assert [newest - 1 <= version <= newest for newest, version in enumerate(versions)] == [True] * 5
     assert versions == sorted(versions)
     assert trainer.total_steps == sum(steps)
-    assert any(message.startswith("Made ") for message in messages)
+    assert any(message.startswith("Created ") for message in messages)
     # A generator alone goes on from there: after five batches, and at most one that was never handed out.
     assert saved["sampler"]["num_drawn"] in (15, 18)
     generator.load_state_dict(saved)

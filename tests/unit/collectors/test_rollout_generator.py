@@ -266,7 +266,7 @@ def test_when_every_state_is_mastered_some_are_tested_again(tmp_path: Path) -> N
     batch = made.collect(0)
     assert successes(batch).tolist() == [1.0] * 8
     assert made.metrics()["collect/states_skipped"] == 4
-    assert "No init state is left that is not mastered; 3 of them are tested again." in messages
+    assert "Every init state is mastered; 3 of them are tested again." in messages
 
 
 def test_episode_statistics_are_of_all_episodes_that_ran_also_the_dropped_ones() -> None:
@@ -482,7 +482,7 @@ def test_simulators_are_made_once_and_reused() -> None:
     made.collect(0)
     first = made.metrics()
     assert first["collect/envs_created"] > 0
-    assert any(message.startswith("Made ") for message in messages)
+    assert any(message.startswith("Created ") for message in messages)
     assert made.created_envs == {0: (made.env, 0, 3), 1: (made.env, 1, 3)}
     for _ in range(4):  # until each of the three environments has met both tasks
         made.collect(0)
@@ -516,7 +516,7 @@ def test_without_reuse_every_batch_creates_the_simulators_of_its_only_task() -> 
             states.append(made.collect(0)["observation", "state"])
             assert set(made.created_envs) == ({0} if reuse_envs else set())
             created.append(made.metrics()["collect/envs_created"])
-            assert any(message.startswith("Made ") for message in messages) == (created[-1] > 0), number
+            assert any(message.startswith("Created ") for message in messages) == (created[-1] > 0), number
             messages.clear()
         if reuse_envs:
             expected = states

@@ -24,7 +24,7 @@ class Imitation(Term):
     Args:
         policy: what learns.
         weight: its factor.
-        batch_size: demonstrated chunks of one gradient step, drawn with replacement.
+        batch_size: demonstrated chunks of one gradient step, sampled with replacement.
         acceleration: precision of the networks.
     """
 

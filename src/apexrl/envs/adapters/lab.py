@@ -151,7 +151,7 @@ def _start_isaac_sim(device: str) -> Any:
 
 
 def _only_one(_: int) -> LabSimulator:
-    raise EnvError("Isaac Sim holds one simulation a process, so there is no second one to evaluate or draw with.")
+    raise EnvError("Isaac Sim holds one simulation a process, so there is no second one to evaluate or render with.")
 
 
 def _set_fields(cfg: Any, fields: Mapping[str, Any], id: str) -> None:

@@ -186,7 +186,7 @@ class RslVecEnv(VecEnv):
         """Render environment ``index``; a simulator that renders only one image renders environment 0."""
         image = self.simulator.render() if hasattr(self.simulator, "render") else None
         if image is None:
-            raise EnvError(f"{type(self.simulator).__name__} cannot be drawn.")
+            raise EnvError(f"{type(self.simulator).__name__} cannot render.")
         images = np.asarray(image, np.uint8).reshape(-1, *np.shape(image)[-3:])
         if index >= len(images):
             raise EnvError(f"{type(self.simulator).__name__} renders {len(images)} images, not number {index}.")

@@ -107,7 +107,7 @@ class TaskSuite(ABC):
     """Such as ``mt10`` or ``libero_10``."""
     task_names: Sequence[str]
     instructions: Sequence[str]
-    """What a task asks for, in words; one a task."""
+    """What a task asks for, in words; one per task."""
     horizon: int
     """Control steps after which an episode is truncated."""
     observation_space: gym.spaces.Dict
@@ -170,7 +170,7 @@ class TaskSuite(ABC):
         known = states_of(task_id, own_split(episode.split))
         if episode.init_state >= len(known) or hash_init_state(known[episode.init_state]) != episode.hash:
             raise ConfigError(
-                f"Initial state {episode.init_state} of '{episode.task}' ({episode.split}) is another than in the "
+                f"Initial state {episode.init_state} of '{episode.task}' ({episode.split}) differs from that of the "
                 "manifest. Install the simulator's version that wrote it, or write a new one with 'apexrl manifest'."
             )
         return InitState(task_id, known[episode.init_state])

@@ -48,10 +48,10 @@ class SuiteVecEnv(VecEnv):
         suite: the tasks.
         num_envs: episodes that run at the same time.
         chunk: control steps in an action.
-        num_workers: processes that share the environments; 0 runs them in this one, None takes one a core. A suite
+        num_workers: processes that share the environments; 0 runs them in this one, None takes one per core. A suite
             that renders has a process for every simulator instead.
-        max_cached_envs: simulators that a process keeps alive, one a task; None for 64. When the suite renders, of all
-            processes together, at least one for every environment; None for 4, as each takes up to 2.3 GB.
+        max_cached_envs: simulators that a process keeps alive, one per task; None for 64. When the suite renders, of
+            all processes together, at least one for every environment; None for 4, as each takes up to 2.3 GB.
         split: where episodes come from that are not assigned.
         max_steps: control steps after which an episode is truncated; None takes the suite's horizon.
         device: where the tensors are wanted; the simulators run on the CPU.
@@ -123,7 +123,7 @@ class SuiteVecEnv(VecEnv):
     def _workers(self) -> SuiteWorkers:
         """Started when first needed: who only asks for spaces, or learns from demonstrations, has no processes."""
         if self._is_closed:
-            raise EnvError("The environment is closed; make another.")
+            raise EnvError("The environment is closed; create another.")
         self._started = self._started or self._start()
         return self._started
 

@@ -305,7 +305,7 @@ def _make_libero_task(bddl_file: str, assets: str) -> Any:
         raise EnvError(f"LIBERO's scene files in {assets} lack some of {Path(bddl_file).stem}: {error}") from error
     finally:
         np.random.set_state(random_state)
-    raise EnvError(f"LIBERO found no place for the objects of {Path(bddl_file).stem} in 100 draws.")
+    raise EnvError(f"LIBERO found no place for the objects of {Path(bddl_file).stem} in 100 attempts.")
 
 
 def _import_libero(name: str) -> Any:

@@ -155,7 +155,7 @@ class SuiteWorkers:
         self._send(worker, "render", *self._places([slot], [0]))
         answers, dead = self._receive([worker], max(START_TIMEOUT, self.step_timeout))
         if dead:
-            raise EnvError(f"The worker of environment {slot} died while it drew.")
+            raise EnvError(f"The worker of environment {slot} died while it rendered.")
         return np.asarray(answers[worker])
 
     def _rows_of_workers(self, slots: Sequence[int]) -> dict[int, list[int]]:
@@ -204,7 +204,7 @@ class SuiteWorkers:
 
     def _send(self, worker: int, method: str, *arguments: Any) -> None:
         if not self.close.alive:
-            raise EnvError("The environment is closed; make another.")
+            raise EnvError("The environment is closed; create another.")
         self.workers[worker].send(method, *arguments)
 
     def _receive(self, workers: Sequence[int], timeout: float) -> tuple[dict[int, Any], set[int]]:

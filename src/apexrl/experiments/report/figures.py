@@ -105,7 +105,7 @@ def tasks(groups: Sequence[Group]) -> Figure | None:
 
 
 def mastery(run: Run, group: int) -> Figure:
-    """Plot the success from every init state: a row a task, its states from the best to the worst."""
+    """Plot the success from every init state: one row per task, its states from the best to the worst."""
     rows: dict[str, list[tuple[float, list[Any]]]] = {}
     for state, entry in run.init_states.items():
         outcomes = entry["outcomes"]
