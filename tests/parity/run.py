@@ -36,7 +36,7 @@ FACTORS: tuple[tuple[str, float, str, str], ...] = (
 )
 """Metrics that are so many times what they were in a BASE whose file holds the text; exact for powers of two."""
 LEFT_OUT = re.compile(
-    r"(^|/)(config|recipe|format|versions?)(/|$)|^metrics/\d+/(time/|.*(_per_second$|/seconds))"
+    r"(^|/)(config|recipe|format|spaces|stopped_by|versions?)(/|$)|^metrics/\d+/(time/|.*(_per_second$|/seconds))"
     # Terms log their value, and RLOO's imitation only where it is one; SAC's final exponent is always 1.
     r"|train/(imitation_loss|encoder_distance)$|/(final_importance|penalty_weight)$|/terms/"
 )

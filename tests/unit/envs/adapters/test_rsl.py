@@ -311,7 +311,7 @@ def test_render_picks_the_image() -> None:
     assert RslVecEnv(Draws()).render(1).tolist() == np.ones((4, 5, 3)).tolist()
     with refused(EnvError, "Draws", "2 images"):
         RslVecEnv(Draws()).render(2)
-    with refused(EnvError, "Simulator", "drawn"):
+    with refused(EnvError, "Simulator", "render"):
         RslVecEnv(Simulator()).render()
 
 
