@@ -9,6 +9,7 @@ import gymnasium as gym
 import torch
 from torch import Tensor
 
+from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.core.metrics import MetricSpec
 from apexrl.core.types import EnvStep
 from apexrl.envs import VecEnv
@@ -80,3 +81,9 @@ class ScriptedEnv(VecEnv):
         self.buffer[:, 0] = 100.0 * torch.arange(self.num_envs) + self.time
         self.buffer[:, 1] = self.episode.float()
         return self.buffer
+
+
+def flat_gradient(optimizer: FlatAdam, loss: Tensor) -> Tensor:
+    """The gradient of a loss, as an optimizer's step takes it."""
+    gradients = torch.autograd.grad(loss, list(optimizer.parameters.values()), materialize_grads=True)
+    return torch.cat([gradient.flatten() for gradient in gradients])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -67,7 +68,7 @@ def rollout(
         raise ConfigError(f"num_steps must be at least 1, got {num_steps}.")
     env.running = None
     keeps_successors = NEXT_OBSERVATION not in drop and (keep is None or NEXT_OBSERVATION in keep)
-    columns = _Columns(num_steps, keep, drop)
+    columns = _Columns(num_steps, None if keep is None else OUTCOME_KEYS.union(keep), NOISE_KEYS.union(drop))
     pending = torch.ones(env.num_envs, 1, dtype=torch.bool, device=env.device)
     for t in range(num_steps):
         output = actor(carry)
@@ -92,7 +93,10 @@ def rollout(
             if not pending.any():
                 num_steps = t + 1
                 break
-    batch = columns.batch(num_steps, env.num_envs)
+    batch = TensorDict({}, batch_size=[num_steps, env.num_envs], device=env.device)
+    for key, column in columns.stored.items():
+        value = column[:num_steps]
+        batch[key] = value.expand(num_steps, env.num_envs, 1) if key[0] == LOG else value
     if keeps_successors and not env.gives_final_obs:
         # The last state that was seen of an episode stands in for the hidden one; that after the reset never does.
         batch[NEXT_OBSERVATION] = choose(batch[DONE].squeeze(-1), batch[OBSERVATION], batch[NEXT_OBSERVATION])
@@ -146,15 +150,16 @@ def evaluation_mode(policy: Policy, seed: int) -> Iterator[None]:
         policy.train(was_training)
 
 
+@dataclass
 class _Columns:
     """Storage ``[T, N, ...]`` for every key, allocated when the key is first seen."""
 
-    def __init__(self, num_steps: int, keep: Collection[str] | None, drop: Collection[str]) -> None:
-        self.num_steps = num_steps
-        self.keep, self.drop = None if keep is None else OUTCOME_KEYS | set(keep), {*NOISE_KEYS, *drop}
-        self.columns: dict[tuple[str, ...], Tensor] = {}
-        self.rows: dict[tuple[str, ...], tuple[Tensor, ...]] = {}
-        """The columns cut into steps once, which is faster than an index at every step."""
+    num_steps: int
+    keep: Collection[str] | None
+    drop: Collection[str]
+    stored: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
+    rows: dict[tuple[str, ...], tuple[Tensor, ...]] = field(default_factory=dict)
+    """The columns cut into steps once, which is faster than an index at every step."""
 
     def put(self, t: int, values: Mapping[str, Any], path: tuple[str, ...] = ()) -> None:
         """Write what is kept of the values of step ``t``, ``[N, ...]``, and of the groups among them."""
@@ -170,13 +175,5 @@ class _Columns:
                     column = torch.full((self.num_steps, *value.shape), torch.nan, device=value.device)
                 else:
                     column = torch.empty((self.num_steps, *value.shape), dtype=value.dtype, device=value.device)
-                self.columns[key], self.rows[key] = column, column.unbind()
+                self.stored[key], self.rows[key] = column, column.unbind()
             self.rows[key][t].copy_(value)
-
-    def batch(self, num_steps: int, num_envs: int) -> TensorDict:
-        """Join the columns, cut to the steps that were taken."""
-        batch = TensorDict({}, batch_size=[num_steps, num_envs], device=self.columns[DONE,].device)
-        for key, column in self.columns.items():
-            value = column[:num_steps]
-            batch[key] = value.expand(num_steps, num_envs, 1) if key[0] == LOG else value
-        return batch

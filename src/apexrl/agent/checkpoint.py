@@ -74,13 +74,7 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
         RunDirError: when it cannot be written.
     """
     with files.replacing(path) as file:
-        try:
-            torch.save({"format": CHECKPOINT_FORMAT, **content}, file)
-        except RuntimeError as error:
-            # PyTorch's own, about an archive without an end, hides what the file said.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+        torch.save({"format": CHECKPOINT_FORMAT, **content}, file)
 
 
 def load(path: Path) -> dict[str, Any]:

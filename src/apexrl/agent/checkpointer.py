@@ -139,12 +139,10 @@ class Checkpointer:
         try:
             with self.collector.quiet():  # until it is written: a state may be memory that the environment works in
                 content = self._content()
-                if distributed.world_size() > 1:
-                    own = {name: content[name] for name in checkpoint.OWN_KEYS}
-                    own["algorithm"] = {name: content["algorithm"][name] for name in self.algorithm.own_keys}
-                    others = distributed.gather_object({} if distributed.is_main_process() else own)[1:]
-                    content[checkpoint.PEERS] = others  # what they have of their own; nothing but in the first process
-                distributed.on_main_process(lambda: checkpoint.save(path, content))
+                if distributed.world_size() == 1:
+                    checkpoint.save(path, content)
+                else:
+                    self._write_for_all(path, content)
         finally:
             self.seconds, self.is_saving = self.clock() - begin, False
         if content["env"] is None and content["collector"]:
@@ -152,6 +150,13 @@ class Checkpointer:
                 f"{type(self.env).__name__} cannot save its state: a resumed run will start new episodes there.",
                 once=True,
             )
+
+    def _write_for_all(self, path: Path, content: dict[str, Any]) -> None:
+        """Write what the first process has, with what the others have of their own."""
+        own = {name: content[name] for name in checkpoint.OWN_KEYS}
+        own["algorithm"] = {name: content["algorithm"][name] for name in self.algorithm.own_keys}
+        others = distributed.gather_object({} if distributed.is_main_process() else own)[1:]
+        distributed.on_main_process(lambda: checkpoint.save(path, {**content, checkpoint.PEERS: others}))
 
     def _content(self) -> dict[str, Any]:
         return {

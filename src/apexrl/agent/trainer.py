@@ -346,7 +346,7 @@ class Trainer:
         if numbers.pop("train/nonfinite", not all(map(math.isfinite, losses))) > 0:
             self.algorithm.raise_diverged(batch)
         counters, updates = self.counters, numbers.get("train/updates")
-        num_steps = sum(distributed.all_gather_object(self.collector.steps_in(batch)))
+        num_steps = round(numbers.pop("rollout/num_steps") * distributed.world_size())  # a mean over the processes
         counters.iteration += 1
         counters.total_steps += num_steps
         if counters.optimizer_steps is not None:  # a count that was not known once is never known again

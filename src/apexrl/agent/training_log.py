@@ -92,7 +92,7 @@ class TrainingLog:
 
         What is not known in this iteration is left out, such as the return when no episode ended.
         """
-        means: dict[str, Tensor] = {}
+        means: dict[str, Tensor | float] = {"rollout/num_steps": self.collector.steps_in(batch)}
         weights: dict[str, Callable[[], Tensor]] = {}  # of several processes; alone nobody asks for them
         if REWARD in batch:
             valid = batch[VALID] if VALID in batch else torch.ones_like(batch[REWARD])
@@ -114,14 +114,18 @@ class TrainingLog:
                 means[f"env/{name.lstrip('/')}"] = value.nanmean()
                 weights[f"env/{name.lstrip('/')}"] = partial(_count_known, value)
         means.update({f"train/{name}": value for name, value in learned.items()})
-        if distributed.world_size() == 1:
-            host = to_host(means)
-        else:
-            fields = {field for name in episodes.reported for field in EVENT_FIELDS.get(name, (name,))}
-            events = {name for field in fields for name in names.get(field, ())}
-            known = {name: weight() for name, weight in weights.items()}
-            host = merged_to_host(means, known, [name for name in means if name in events])
+        host = to_host(means) if distributed.world_size() == 1 else self._merged(means, weights)
         return {name: value for name, value in host.items() if not math.isnan(value)}
+
+    def _merged(
+        self, means: Mapping[str, Tensor | float], weights: Mapping[str, Callable[[], Tensor]]
+    ) -> dict[str, float]:
+        """Bring the numbers of all processes to the host."""
+        reported = self.collector.episode_metrics.reported
+        fields = {field for name in reported for field in EVENT_FIELDS.get(name, (name,))}
+        events = {name for field in fields for name in self._names.get(field, ())}
+        known = {name: weight() for name, weight in weights.items()}
+        return merged_to_host(means, known, [name for name in means if name in events])
 
     def write(self, stats: dict[str, float], done: float, *, always: bool) -> None:
         """Log an iteration every ``interval`` of them, and the first and the last; show how much is done, 0 to 1."""
@@ -182,7 +186,7 @@ class Stopwatch:
 
 
 def merged_to_host(
-    means: Mapping[str, Tensor], weights: Mapping[str, Tensor | float], events: Collection[str] = ()
+    means: Mapping[str, Tensor | float], weights: Mapping[str, Tensor | float], events: Collection[str] = ()
 ) -> dict[str, float]:
     """Bring many scalars to the host, as means over all processes: Σ w x / Σ w over those that know the number.
 

@@ -97,6 +97,8 @@ class BaseAlgorithm(ABC):
 
     def __init__(self, policy: Policy, cfg: Any = None, num_steps: int | None = None) -> None:
         self.policy = policy
+        self.rollout_policy = policy
+        """What acts while training collects; evaluation always uses ``policy``."""
         self.cfg: Any = own_config(cfg, self.config_class)
         self.num_steps: int = num_steps or int(getattr(self.cfg, "num_steps", 32))
         """Steps of each environment in one rollout."""
@@ -116,11 +118,6 @@ class BaseAlgorithm(ABC):
         if "mlp" not in cls.policies:
             raise ConfigError(f"policy.kind '{kind}' is an actor network, and {cls.__name__} takes none; use a Policy.")
         return cls.policies["mlp"]
-
-    @property
-    def rollout_policy(self) -> Policy:
-        """What acts while training collects; evaluation always uses ``policy``."""
-        return self.policy
 
     @torch.no_grad()
     def get_action(self, obs: Observation, deterministic: bool = False) -> Tensor:

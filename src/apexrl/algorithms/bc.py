@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm, own_config
-from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate
+from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.algorithms.terms.imitation import imitation_loss, squared_error
 from apexrl.core.errors import ConfigError
@@ -244,7 +244,7 @@ class BC(BaseAlgorithm):
     def adjust_learning_rate(self, progress: float) -> None:
         """Follow the linear schedule."""
         if self.cfg.schedule == "linear":
-            self.optimizer.learning_rate.fill_(linear_rate(self.cfg.learning_rate, progress))
+            self.optimizer.learning_rate.fill_(self.cfg.learning_rate * (1.0 - progress))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer."""

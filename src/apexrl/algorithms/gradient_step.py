@@ -160,7 +160,8 @@ class GradientStep:
         """Return what the loss returns, and the flat gradient."""
         if not self.functional:
             loss, numbers, more = self.loss(minibatch)
-            return loss.detach(), numbers, more, self.optimizer.gradient_of(loss)
+            gradients = torch.autograd.grad(loss, list(self.optimizer.parameters.values()), materialize_grads=True)
+            return loss.detach(), numbers, more, torch.cat([gradient.flatten() for gradient in gradients])
 
         def loss_at(flat: Tensor) -> tuple[Tensor, Any]:
             views = self.optimizer.views(flat)
@@ -195,11 +196,6 @@ class GradientStep:
         too_far = (kl > 2.0 * self.desired_kl) | (self.stats.stop > 0)
         followed = torch.where(too_far, slower, torch.where(kl < 0.5 * self.desired_kl, faster, rate))
         rate.copy_(torch.where(ignored, rate, followed))
-
-
-def linear_rate(start: float, progress: float) -> float:
-    """Return the learning rate that falls to 0 at the end of training; ``progress`` runs from 0 to 1."""
-    return start * max(0.0, 1.0 - progress)
 
 
 def minibatches(batch: Mapping[str, Any], order: Tensor, num_parts: int, dim: int = 0) -> Iterator[dict[str, Any]]:

@@ -90,11 +90,6 @@ class FlatAdam:
         parts = torch.split(flat, [p.numel() for p in self.parameters.values()])
         return {name: part.view(p.shape) for part, (name, p) in zip(parts, self.parameters.items(), strict=True)}
 
-    def gradient_of(self, loss: Tensor) -> Tensor:
-        """Return the flat gradient of a loss; parameters that it does not depend on get zeros."""
-        gradients = torch.autograd.grad(loss, list(self.parameters.values()), materialize_grads=True)
-        return torch.cat([gradient.flatten() for gradient in gradients])
-
     @torch.no_grad()
     def step(self, gradient: Tensor, gradient_norm: Tensor, skip: Tensor) -> None:
         """Clip and step; where ``skip`` (0-d, 0 or 1) is 1, parameters and state stay as they are."""

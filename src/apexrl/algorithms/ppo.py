@@ -19,7 +19,7 @@ from apexrl.algorithms.base import (
     check_source,
     find_device,
 )
-from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate, minibatches
+from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, minibatches
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.algorithms.terms import Term
 from apexrl.core.errors import ConfigError
@@ -143,11 +143,10 @@ class PPOLoss(Loss):
     def __init__(self, policy: Policy, cfg: PPOConfig, acceleration: Acceleration, terms: Sequence[Term] = ()) -> None:
         super().__init__(acceleration, terms)
         self.policy, self.cfg = policy, cfg
+        self.evaluate = self._evaluate_in_bf16 if acceleration.precision == "bf16" else policy.evaluate
 
-    def evaluate(self, batch: Mapping[str, Any]) -> Evaluation:
+    def _evaluate_in_bf16(self, batch: Mapping[str, Any]) -> Evaluation:
         """Return log-probabilities, entropies and values in float32."""
-        if self.acceleration.precision != "bf16":
-            return self.policy.evaluate(batch)
         with self.acceleration.autocast(self.policy.device):
             evaluation = self.policy.evaluate(batch)
         return Evaluation(*(x.float() for x in evaluation))
@@ -229,8 +228,8 @@ class PPO(BaseAlgorithm):
         self.acceleration = acceleration or Acceleration()
         self.terms = tuple(terms)
         """What is added to the loss."""
-        self._own_keys = (*policy.initial_memory(1), *policy.extra_keys)
-        """What the policy stores besides what every policy does."""
+        self._own_keys = (*policy.initial_memory(1), *policy.extra_keys, PRE_TANH)
+        """What a policy may store besides what every policy does."""
         self._heads = [
             head for head in policy.modules() if isinstance(head, ActionHead) and isinstance(head.log_std, nn.Parameter)
         ]
@@ -326,13 +325,12 @@ class PPO(BaseAlgorithm):
 
     def _load(self, rollout: TensorDict) -> None:
         """Put a rollout where the minibatch step reads it; with graphs, into the same memory every time."""
-        found, computed = set(rollout.keys()), [ADVANTAGE, RETURN]
-        if POLICY_VERSION in found:
+        computed = [ADVANTAGE, RETURN]
+        if POLICY_VERSION in rollout:
             computed += [ANCHOR_LOG_PROB, BEHAVIOUR_WEIGHT]
         elif self.acceleration.precision == "bf16":
             computed += [ANCHOR_LOG_PROB]
-        stored = [*self._own_keys, *({PRE_TANH} & found)]
-        batch = rollout.select(*self.required_keys, *stored, strict=False)
+        batch = rollout.select(*self.required_keys, *self._own_keys, strict=False)
         is_captured = isinstance(self.epoch, Captured)
         if self.batch.shape != batch.shape or set(self.batch.keys()) != {*batch.keys(), *computed}:
             self._begin_shape(rollout)
@@ -342,10 +340,12 @@ class PPO(BaseAlgorithm):
         batch = batch.clone() if is_captured else batch
         for name in computed:
             batch[name] = torch.empty_like(batch[VALUE], memory_format=torch.contiguous_format)
-        read_by_loss = [OBSERVATION, ACTION, SAMPLE_LOG_PROB, VALUE, *computed, *stored]
-        samples = batch.select(*read_by_loss, *([DONE] if self.policy.sequential else []))
-        self._samples = dict((samples if self.policy.sequential else samples.reshape(-1)).items())
-        self._num_rows = batch.shape[1] if self.policy.sequential else batch.numel()
+        read_by_loss = [OBSERVATION, ACTION, SAMPLE_LOG_PROB, VALUE, *computed, *self._own_keys]
+        if self.policy.sequential:
+            samples, self._num_rows = batch.select(*read_by_loss, DONE, strict=False), batch.shape[1]
+        else:
+            samples, self._num_rows = batch.select(*read_by_loss, strict=False).reshape(-1), batch.numel()
+        self._samples = dict(samples.items())
         self.batch = batch
 
     def _begin_shape(self, rollout: TensorDict) -> None:
@@ -363,22 +363,16 @@ class PPO(BaseAlgorithm):
     @torch.no_grad()
     def _eager_advantage(self) -> None:
         """Compute advantages and returns, from rewards and what terms add to them."""
-        batch = self.batch
-        reward = batch[REWARD] * self.cfg.reward_scale
+        batch, cfg = self.batch, self.cfg
+        value, done, reward = batch[VALUE], batch[DONE], batch[REWARD] * cfg.reward_scale
         for term in self.terms:
             reward = reward + term.reward(batch)
         if self.reward_scaler is not None:
-            reward = self.reward_scaler(reward, batch[DONE])
+            reward = self.reward_scaler(reward, done)
         advantage, target = gae(
-            reward,
-            batch[VALUE],
-            batch[NEXT_VALUE],
-            batch[TERMINATED],
-            batch[DONE],
-            gamma=self.cfg.gamma,
-            gae_lambda=self.cfg.gae_lambda,
+            reward, value, batch[NEXT_VALUE], batch[TERMINATED], done, gamma=cfg.gamma, gae_lambda=cfg.gae_lambda
         )
-        if self.cfg.normalize_advantage == "batch":
+        if cfg.normalize_advantage == "batch":
             advantage = normalize(advantage, distributed.all_gather(advantage))
         batch[ADVANTAGE].copy_(advantage)
         batch[RETURN].copy_(target)
@@ -417,16 +411,15 @@ class PPO(BaseAlgorithm):
                 limit = start + progress * (end - start)
                 head.limit_log_std(-math.inf if self.cfg.std_schedule == "capped" else limit, limit)
         if self.cfg.schedule == "linear":
-            self.optimizer.learning_rate.fill_(linear_rate(self.cfg.learning_rate, progress))
+            self.optimizer.learning_rate.fill_(self.cfg.learning_rate * (1.0 - progress))
         for term in self.terms:
             term.follow(progress)
 
     def state_dict(self) -> dict[str, Any]:
         """Return optimizer, learning rate and reward statistics."""
-        scaler = {} if self.reward_scaler is None else dict(self.reward_scaler.state_dict())
         return {
             "optimizer": self.optimizer.state_dict(),
-            "reward_scaler": scaler,
+            "reward_scaler": {} if self.reward_scaler is None else dict(self.reward_scaler.state_dict()),
             "terms": {term.name: copy.deepcopy(dict(term.state_dict())) for term in self.terms},
             "config": asdict(self.cfg),
         }

@@ -140,17 +140,17 @@ class PPOROA(PPO):
         starts_finetune = phase == "finetune" and self.phase == "train"
         self.phase = phase
         if phase == "train":
-            self.cfg, self._acting = cfg, policy.teacher
+            self.cfg, self.rollout_policy = cfg, policy.teacher
             share = cfg.train_share if cfg.phase == "both" else 1.0
             self.terms = (EncoderDistance(policy, cfg.encoder_penalty, share),) if cfg.encoder_penalty else ()
         else:
             self.cfg = replace(
                 cfg, learning_rate=cfg.finetune_learning_rate, schedule="fixed", target_kl=cfg.finetune_target_kl
             )
-            self._acting, self.terms = policy.student, ()
+            self.rollout_policy, self.terms = policy.student, ()
         if starts_finetune:
             self._explore_as_the_teacher()
-        self._prepare(self._acting, separate_clip_prefix="critic.")
+        self._prepare(self.rollout_policy, separate_clip_prefix="critic.")
         self.adapt = self._imitation_step(AdaptationLoss(policy, cfg, self.acceleration), policy.adapt_module)
         # In finetune the student's weights are PPO's own.
         self.imitate: GradientStep | None = None
@@ -177,16 +177,11 @@ class PPOROA(PPO):
             with torch.no_grad():
                 ours.copy_(theirs)
 
-    @property
-    def rollout_policy(self) -> Policy:
-        """The teacher in phase train, the student in finetune."""
-        return self._acting
-
     def get_rollout_policy(self, mode: str = "train") -> RolloutPolicy:
         """Return what acts: in mode ``train`` that of the phase, in mode ``eval`` the deployable student's mean."""
         if mode not in ("train", "eval"):
             raise ConfigError(f"get_rollout_policy knows the modes train and eval, got '{mode}'.")
-        return RolloutPolicy(self._acting if mode == "train" else self.roa, deterministic=mode == "eval")
+        return RolloutPolicy(self.rollout_policy if mode == "train" else self.roa, deterministic=mode == "eval")
 
     def critic(self, tensordict: TensorDict) -> TensorDict:
         """Value all states of a batch at once, as ``state_value``, and what the advantages need besides."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from apexrl.algorithms.base import MAX_BEHAVIOUR_WEIGHT, AlgorithmConfig, BaseAlgorithm, own_config
 from apexrl.algorithms.bc import BCConfig
 from apexrl.algorithms.collapse import CollapseGuard
-from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate
+from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.algorithms.terms import Imitation, Term
 from apexrl.core.errors import ConfigError
@@ -431,7 +431,7 @@ class RLOO(BaseAlgorithm):
     def adjust_learning_rate(self, progress: float) -> None:
         """Follow the linear schedule."""
         if self.cfg.schedule == "linear":
-            self._rate = linear_rate(self.cfg.learning_rate, progress)
+            self._rate = self.cfg.learning_rate * (1.0 - progress)
 
     def state_dict(self) -> dict[str, Any]:
         """Return optimizer, schedule, starting policy and what the guard against collapse remembers."""

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from apexrl.algorithms.base import AlgorithmConfig, BaseAlgorithm, check_source, find_device, own_config
-from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats, linear_rate
+from apexrl.algorithms.gradient_step import GradientStep, Loss, UpdateStats
 from apexrl.algorithms.optimizer import FlatAdam, flatten
 from apexrl.algorithms.replay import ReplayBuffer
 from apexrl.core.errors import ConfigError
@@ -337,7 +337,7 @@ class SAC(BaseAlgorithm):
         self.replay.importance_exponent.fill_(start + min(1.0, progress) * (1.0 - start))
         if self.cfg.schedule == "linear":
             for optimizer in self.optimizers.values():
-                optimizer.learning_rate.fill_(linear_rate(self.cfg.learning_rate, progress))
+                optimizer.learning_rate.fill_(self.cfg.learning_rate * (1.0 - progress))
 
     def state_dict(self) -> dict[str, Any]:
         """Return optimizers, temperature, counters, and the replay buffer when it is to be saved."""

@@ -133,7 +133,8 @@ class SyncCollector(BaseCollector):
     ) -> None:
         self.env, self.policy, self.seed = as_vec_env(env), policy, seed
         policy.check_fits(self.env)
-        self.device = torch.device(device) if device is not None else policy.device
+        self.learner_device = policy.device
+        self.device = torch.device(device) if device is not None else self.learner_device
         own = {*policy.initial_state(1), *policy.extra_keys, PRE_TANH}
         self.wants_value = keep is None or VALUE in keep
         self.drops_successors = keep is not None and NEXT_OBSERVATION not in keep
@@ -165,14 +166,16 @@ class SyncCollector(BaseCollector):
             self.start()
         self.policy.eval()
         if n_steps not in self._captured:
-            run: Callable[[], TensorDict] = partial(self._collect, n_steps)
-            if self.env.capturable:
-                env = self.env
-                run = self.acceleration.wrap(run, env.device, graph="The rollout", generators=env.generators)
-            self._captured[n_steps] = run
+            self._captured[n_steps] = self._capture(partial(self._collect, n_steps))
         batch = self._captured[n_steps]()
         # A graph writes to the same tensors again; what a caller sets in its batch must not take their place.
         return batch.copy().to(self.device)
+
+    def _capture(self, run: Callable[[], TensorDict]) -> Callable[[], TensorDict]:
+        env = self.env
+        if not env.capturable:
+            return run
+        return self.acceleration.wrap(run, env.device, graph="The rollout", generators=env.generators)
 
     @property
     def running(self) -> RunningEpisodes | None:
@@ -223,7 +226,7 @@ class SyncCollector(BaseCollector):
     @torch.no_grad()
     def with_values(self, batch: TensorDict) -> TensorDict:
         """Do the second half: bring a batch of ``take_steps`` to the policy, and value its states where wanted."""
-        batch = batch.to(self.policy.device)
+        batch = batch.to(self.learner_device)
         if self.wants_value:
             batch[VALUE], batch[NEXT_VALUE] = self.policy.values(batch)
             if self.drops_successors:
@@ -233,7 +236,7 @@ class SyncCollector(BaseCollector):
     def follow(self, policy: Policy) -> None:
         """Act with this policy from the next rollout on; the episodes continue."""
         if policy is not self.policy:
-            self.policy = policy
+            self.policy, self.learner_device = policy, policy.device
             self.actor = self._make_actor()
             self._captured = {}
             if self.env.running is not None and self._running is not None:

@@ -166,12 +166,9 @@ class EpisodeMetrics(Mapping[str, NDArray[np.float64]]):
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return running and finished totals as plain tensors, and the metrics as plain values."""
-        return {
-            "unfinished": {name: value.clone() for name, value in self.unfinished.items()},
-            "totals": {name: value.clone() for name, value in self.totals.items()},
-            "reported": {name: value.clone() for name, value in self.reported.items()},
-            "specs": {name: asdict(spec) for name, spec in self.specs.items()},
-        }
+        parts = {"unfinished": self.unfinished, "totals": self.totals, "reported": self.reported}
+        tensors = {part: {name: value.clone() for name, value in values.items()} for part, values in parts.items()}
+        return {**tensors, "specs": {name: asdict(spec) for name, spec in self.specs.items()}}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
         """Continue from ``state_dict``."""

@@ -45,11 +45,7 @@ class ActorCritic(Policy):
 
     def distribution(self, obs: Observation) -> Distribution:
         """Return the action distribution for observations ``[..., *shape]``."""
-        return self._distribution(self.normalized(obs))
-
-    def _distribution(self, obs: Observation) -> Distribution:
-        """Return the action distribution for normalised observations."""
-        distribution: Distribution = self.actor(obs)
+        distribution: Distribution = self.actor(self.normalized(obs))
         return distribution
 
     def initial_state(self, num_envs: int) -> dict[str, Tensor]:
@@ -58,12 +54,12 @@ class ActorCritic(Policy):
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
         """Act without the critic, which runs once, batched, after the rollout."""
-        return explore(self._distribution(self.normalized(carry[OBSERVATION])), carry, deterministic)
+        return explore(self.actor(self.normalized(carry[OBSERVATION])), carry, deterministic)
 
     def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
         """Evaluate stored actions, normalising the observations once."""
         obs = self.normalized(batch[OBSERVATION])
-        distribution = self._distribution(obs)
+        distribution: Distribution = self.actor(obs)
         return Evaluation(stored_log_prob(distribution, batch), distribution.entropy(), self.critic(obs))
 
     def values(self, batch: Mapping[str, Any] | TensorDict) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,8 @@ from apexrl.core.types import (
 from apexrl.policies.networks import Distribution, ObservationNormalizer, SquashedGaussian
 from apexrl.policies.networks.distributions import StateDependentGaussian
 
-NOISE_KEYS = NOISE, NOISE_AGE = "noise", "noise_age"
+NOISE, NOISE_AGE = "noise", "noise_age"
+NOISE_KEYS = frozenset({NOISE, NOISE_AGE})
 """Carried, but too large to be stored with a batch: ε ``[N, F, A]``, and the steps that it was used for, ``[N, 1]``."""
 _IMPLEMENT_ONE = (("act", "forward"), ("evaluate", "distribution", "evaluate_actions"), ("values", "get_value"))
 """Of each of these a policy has its own; the base class derives the others."""

@@ -22,10 +22,11 @@ from apexrl.core.types import (
     PRIV_FEATURE_KEY,
     PRIV_PRED_KEY,
     Carry,
+    Evaluation,
     Observation,
 )
 from apexrl.policies.actor_critic import ActorCritic
-from apexrl.policies.base import HasSpaces, Policy, explore
+from apexrl.policies.base import HasSpaces, Policy, explore, stored_log_prob
 from apexrl.policies.networks import Distribution, MLPActor, MLPCritic, ObservationNormalizer
 from apexrl.policies.networks.mlp import ObservationEncoder, ObservationMLP, choice_sizes, linear, mlp
 
@@ -125,9 +126,17 @@ class _View(ActorCritic):
         self.actor, self.latent, self.critic = actor, latent, whole.critic
         self.normalizer, self.latent_key = whole.normalizer, latent_key
 
-    def _distribution(self, obs: Observation) -> Distribution:
+    def distribution(self, obs: Observation) -> Distribution:
+        """Return the action distribution for observations."""
+        obs = self.normalized(obs)
         distribution: Distribution = self.actor(obs, self.latent(obs))
         return distribution
+
+    def evaluate(self, batch: Mapping[str, Any] | TensorDict) -> Evaluation:
+        """Evaluate stored actions, normalising the observations once."""
+        obs = self.normalized(batch[OBSERVATION])
+        distribution: Distribution = self.actor(obs, self.latent(obs))
+        return Evaluation(stored_log_prob(distribution, batch), distribution.entropy(), self.critic(obs))
 
     def act(self, carry: Carry, deterministic: bool = False) -> dict[str, Tensor]:
         """Act without the critic; the latent comes along."""

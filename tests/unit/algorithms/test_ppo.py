@@ -642,20 +642,10 @@ def test_a_rollout_that_is_refused_changes_nothing_for_the_next() -> None:
     assert torch.equal(*results)
 
 
-class Explorer(PPO):
-    """Collects with another policy than it learns."""
-
-    explorer: Policy
-
-    @property
-    def rollout_policy(self) -> Policy:
-        return self.explorer
-
-
 def test_an_algorithm_of_ones_own_says_what_acts() -> None:
     env = make_env("pendulum", 2)
-    algorithm = Explorer(env, PPOConfig(num_steps=4))
-    algorithm.explorer = ActorCritic.for_env(env)
+    algorithm = PPO(env, PPOConfig(num_steps=4))
+    algorithm.rollout_policy = ActorCritic.for_env(env)
     trainer = Trainer(env, algorithm.policy, algorithm)
     collector: Any = trainer.collector
-    assert collector.policy is algorithm.explorer
+    assert collector.policy is algorithm.rollout_policy

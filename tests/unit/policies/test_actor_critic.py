@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tests.refusals import refused
+from tests.scripted import flat_gradient
 
 from apexrl.algorithms.optimizer import FlatAdam
 from apexrl.core.errors import ConfigError
@@ -153,7 +154,7 @@ def test_a_standard_deviation_held_at_its_bound_leaves_it_at_once(state_dependen
     def steps_towards(sign: float, num_steps: int) -> list[float]:
         found = []
         for _ in range(num_steps):
-            gradient = optimizer.gradient_of(sign * policy.distribution(obs).entropy().mean())
+            gradient = flat_gradient(optimizer, sign * policy.distribution(obs).entropy().mean())
             optimizer.step(gradient, gradient.norm(), torch.zeros(()))
             found.append(policy.distribution(obs).entropy().mean().item())
         return found

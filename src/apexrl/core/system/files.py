@@ -25,12 +25,14 @@ def writing(path: Path) -> Iterator[None]:
     """Name the file when the disk is full, or it cannot be written for another reason.
 
     Raises:
-        RunDirError: in place of an ``OSError`` in the block, or of what HDF5 raises as it closes a file.
+        RunDirError: in place of an ``OSError`` in the block, or of what HDF5 and PyTorch raise as they close a file.
     """
     try:
         yield
     except (OSError, RuntimeError) as error:
-        number = getattr(error, "errno", None) or int((re.findall(r"errno = (\d+)", str(error)) or [0])[0])
+        # PyTorch's own error, about an archive without an end, hides what the file said; HDF5's holds the number.
+        number = getattr(error.__context__ if isinstance(error, RuntimeError) else error, "errno", None)
+        number = number or int((re.findall(r"errno = (\d+)", str(error)) or [0])[0])
         if isinstance(error, RuntimeError) and not number:
             raise
         reason = os.strerror(number) if number else error  # HDF5's own text is long, and names a temporary file

