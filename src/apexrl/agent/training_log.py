@@ -101,18 +101,16 @@ class TrainingLog:
             weights["rollout/mean_reward"] = lambda: count
         if VALUE in batch:
             means["rollout/mean_value"] = batch[VALUE].mean()
-        episodes = self.collector.episode_metrics
-        names = self._names
+        episodes, names = self.collector.episode_metrics, self._names
         for field in episodes.totals.keys() - names.keys():
             names[field] = training_log_names(field, episodes.specs)
         for field, mean in episodes.means().items():
             if self.components or field not in episodes.specs:
                 means.update(dict.fromkeys(names[field], mean))
                 weights.update(dict.fromkeys(names[field], partial(episodes.count, field)))
-        if LOG in batch:
-            for name, value in batch[LOG].items():
-                means[f"env/{name.lstrip('/')}"] = value.nanmean()
-                weights[f"env/{name.lstrip('/')}"] = partial(_count_known, value)
+        for name, value in batch.get(LOG, {}).items():
+            means[f"env/{name.lstrip('/')}"] = value.nanmean()
+            weights[f"env/{name.lstrip('/')}"] = partial(_count_known, value)
         means.update({f"train/{name}": value for name, value in learned.items()})
         host = to_host(means) if distributed.world_size() == 1 else self._merged(means, weights)
         return {name: value for name, value in host.items() if not math.isnan(value)}

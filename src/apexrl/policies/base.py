@@ -310,11 +310,8 @@ def explore(distribution: Distribution, carry: Carry, deterministic: bool) -> di
     if deterministic:
         action = distribution.mode
     elif isinstance(distribution, StateDependentGaussian) and state:
-        noise, age = state[NOISE], state[NOISE_AGE]
-        noise = torch.where(age.unsqueeze(-1) == 0, torch.randn_like(noise), noise)
-        action = distribution.sample_with(noise)
-        after = age + 1.0
-        state = {NOISE: noise, NOISE_AGE: after % distribution.interval if distribution.interval else after}
+        action, noise, age = distribution.sample_held(state[NOISE], state[NOISE_AGE])
+        state = {NOISE: noise, NOISE_AGE: age}
     else:
         action = distribution.sample()
     return {ACTION: action, SAMPLE_LOG_PROB: distribution.log_prob(action), **state}

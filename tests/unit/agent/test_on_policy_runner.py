@@ -117,8 +117,9 @@ def test_learning_continues_where_a_rollout_stopped(num_steps: int) -> None:
     runner.learn(2 * 8 * 3)
     obs, _, _ = runner.rollout(None, num_steps)
     seen: list[Tensor] = []
-    act = runner.policy.act
-    runner.policy.act = lambda carry, *a: (seen.append(carry["observation"].clone()), act(carry, *a))[1]  # type: ignore[func-returns-value,method-assign]
+    collector: Any = runner.collector
+    act = collector.actor
+    collector.actor = lambda carry: (seen.append(carry["observation"].clone()), act(carry))[1]
     runner.learn(2 * 8 * 10)
     assert torch.equal(seen[0], obs)
     assert lengths == [20.0] * 10
@@ -405,16 +406,16 @@ class NoisySteps(ResettableTwentySteps):
 def first_seen(runner: OnPolicyRunner, total_timesteps: int) -> list[float]:
     """Learn, and return the observation that the first action of it was taken on."""
     seen: list[list[float]] = []
-    policy: Any = runner.policy
-    act = policy.act
+    collector: Any = runner.collector
+    act = collector.actor
 
-    def spy(carry: Any, *options: Any) -> Any:
+    def spy(carry: Any) -> Any:
         seen.append(carry["observation"].flatten().tolist())
-        return act(carry, *options)
+        return act(carry)
 
-    policy.act = spy
+    collector.actor = spy
     runner.learn(total_timesteps)
-    policy.act = act
+    collector.actor = act
     return seen[0]
 
 

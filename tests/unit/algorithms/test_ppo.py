@@ -50,14 +50,14 @@ def updated(**options: Any) -> torch.Tensor:
 def first_ratio(algorithm: PPO, batch: TensorDict, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Run an update and return the probability ratios of its first minibatch."""
     seen: list[torch.Tensor] = []
-    evaluate = algorithm.policy.evaluate
+    evaluate = algorithm.loss.evaluate
 
     def spy(minibatch: TensorDict) -> Evaluation:
         evaluation = evaluate(minibatch)
         seen.append((evaluation.log_prob - minibatch["sample_log_prob"]).exp().detach())
         return evaluation
 
-    monkeypatch.setattr(algorithm.policy, "evaluate", spy)
+    monkeypatch.setattr(algorithm.loss, "evaluate", spy)
     algorithm.update(batch)
     monkeypatch.undo()
     return seen[0]

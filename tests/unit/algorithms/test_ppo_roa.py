@@ -430,15 +430,14 @@ def test_the_ratio_is_one_in_the_first_minibatch(phase: str, monkeypatch: pytest
     algorithm = make_roa(phase=phase)
     collector = make_collector(algorithm)
     ratios: list[Tensor] = []
-    acting = algorithm.rollout_policy
-    evaluate = acting.evaluate
+    evaluate = algorithm.loss.evaluate
 
     def spy(batch: Any) -> Evaluation:
         evaluation = evaluate(batch)
         ratios.append((evaluation.log_prob - batch["sample_log_prob"]).exp().detach())
         return evaluation
 
-    monkeypatch.setattr(acting, "evaluate", spy)
+    monkeypatch.setattr(algorithm.loss, "evaluate", spy)
     for _ in range(3):
         ratios.clear()
         algorithm.update(collector.collect(NUM_STEPS))

@@ -115,6 +115,12 @@ class StateDependentGaussian(DiagGaussian):
         """Draw with an ε of its own for each row."""
         return self.sample_with(self.mean.new_empty(*self.mean.shape[:-1], *self.weight_std.shape).normal_())
 
+    def sample_held(self, noise: Tensor, age: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw with the ε of the last step, or a new one where its age is 0; return the action, ε and its next age."""
+        noise = torch.where(age.unsqueeze(-1) == 0, torch.randn_like(noise), noise)
+        after = age + 1.0
+        return self.sample_with(noise), noise, after % self.interval if self.interval else after
+
     def sample_with(self, noise: Tensor) -> Tensor:
         """Return the actions for ε ``[..., F, A]``."""
         return self.mean + (self.features.unsqueeze(-1) * (self.weight_std * noise)).sum(-2)
