@@ -119,7 +119,7 @@ def test_learning_continues_where_a_rollout_stopped(num_steps: int) -> None:
     seen: list[Tensor] = []
     collector: Any = runner.collector
     act = collector.actor
-    collector.actor = lambda carry: (seen.append(carry["observation"].clone()), act(carry))[1]
+    collector.actor = lambda carry: (seen.append(carry["observation"].clone()), act(carry))[1]  # type: ignore[func-returns-value]
     runner.learn(2 * 8 * 10)
     assert torch.equal(seen[0], obs)
     assert lengths == [20.0] * 10
