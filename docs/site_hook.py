@@ -30,6 +30,8 @@ PAGES = {
 """Files of the root that are pages of the site."""
 UNSEARCHED = ("adr/", "benchmarks.md", "changelog.md")
 """Decisions and records: they mention everything and explain how to do nothing."""
+REFERENCE = ("api.md", "configuration.md")
+"""Pages that the search lists after those that explain."""
 DATA = {".gif", ".json", ".png"}
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 EQUATION = re.compile(r"\S+(?: \S+)? [=←] ")
@@ -58,6 +60,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = page.file.src_uri
     if here.startswith(UNSEARCHED):
         page.meta["search"] = {"exclude": True}
+    elif here in REFERENCE:
+        page.meta["search"] = {"boost": 0.5}
     for match, target, text in list(links(markdown, here)):
         new = os.path.relpath(uri_of(target), Path(here).parent)
         markdown = markdown.replace(match, f"[{text}]({new}{fragment_of(match, target, text)})")
