@@ -83,11 +83,7 @@ def rollout(
             is_known = step.final_obs is not None and env.gives_final_obs
             successor = choose(done.squeeze(-1), step.final_obs, step.obs) if is_known else step.obs
             columns.put(t, {NEXT_OBSERVATION: successor})
-        after: Carry = {OBSERVATION: step.obs}
-        for name in carry:
-            if name != OBSERVATION:  # a recurrent state, which is zero at the first step of an episode
-                after[name] = output[name].masked_fill(done.view(-1, *[1] * (output[name].ndim - 1)), 0)
-        carry = after
+        carry = {name: step.obs if name == OBSERVATION else _zeroed(output[name], done) for name in carry}
         if until_done:
             pending &= ~done
             if not pending.any():
@@ -101,6 +97,11 @@ def rollout(
         # The last state that was seen of an episode stands in for the hidden one; that after the reset never does.
         batch[NEXT_OBSERVATION] = choose(batch[DONE].squeeze(-1), batch[OBSERVATION], batch[NEXT_OBSERVATION])
     return batch, carry
+
+
+def _zeroed(state: Tensor, done: Tensor) -> Tensor:
+    """Return a recurrent state with zeros where an episode ended."""
+    return state.masked_fill(done.view(-1, *[1] * (state.ndim - 1)), 0)
 
 
 def make_actor(policy: Policy, env_device: torch.device, *, deterministic: bool = False) -> Actor:

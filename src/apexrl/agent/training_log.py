@@ -164,12 +164,10 @@ class Stopwatch:
 
     def mark(self, phase: str) -> None:
         """Begin a phase, and with it end the one before."""
+        now: Any = torch.cuda.Event(enable_timing=True) if self.on_cuda else time.perf_counter()
         if self.on_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append((phase, event))
-        else:
-            self.marks.append((phase, time.perf_counter()))
+            now.record()
+        self.marks.append((phase, now))
 
     def clear(self) -> None:
         """Forget the phases."""
