@@ -17,7 +17,7 @@ from apexrl.cli.main import main
 from apexrl.core.validation import field_help
 from apexrl.run import directory as run
 from apexrl.run.config import Config
-from apexrl.run.sources import default_source, preset_names
+from apexrl.run.sources import DEFAULT_PRESET, default_source, preset_names
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "preset"),
     [
-        ({}, "lift_ppo"),
-        ({"algo.gamma": "0.9"}, "lift_ppo"),
+        ({}, DEFAULT_PRESET),
+        ({"algo.gamma": "0.9"}, DEFAULT_PRESET),
         ({"task.id": "Hopper-v5"}, "hopper_ppo"),
         ({"task.id": "HalfCheetah-v5"}, "halfcheetah_ppo"),
         ({"task.id": "HalfCheetah-v5", "algo.name": "sac"}, "halfcheetah_sac"),
