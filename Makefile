@@ -103,6 +103,7 @@ $(FLOORS)/.installed: pyproject.toml tests/floors.py
 	$(PYTHON) -m venv --clear $(FLOORS)
 	$(FLOORS)/bin/python tests/floors.py > $(FLOORS)/floors.txt
 	$(FLOORS)/bin/pip install --quiet --requirement $(FLOORS)/floors.txt
+	$(FLOORS)/bin/pip install --quiet --constraint constraints.txt --no-deps metaworld
 	touch $@
 
 test-wheel: $(WHEEL)/.installed  ## Build the wheel and try it outside this tree, with its base dependencies only.

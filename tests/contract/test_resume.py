@@ -7,6 +7,7 @@ exact place. Two tests send real signals to a real ``apexrl train``.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import multiprocessing
 import os
 import signal
@@ -264,7 +265,7 @@ def test_every_start_of_a_run_is_recorded(tmp_path: Path) -> None:
     killed_and_resumed("lift_ppo", LIFT, run_dir, [AFTER_LINE_2, Kill(LINE, 5)])
     starts = read_json_lines(run_dir / "starts.jsonl")
     assert [start["iteration"] for start in starts] == [0, 0, 3]
-    assert all(start["versions"]["torch"] == torch.__version__ for start in starts)
+    assert all(start["versions"]["torch"] == importlib.metadata.version("torch") for start in starts)
     assert all(start["machine"]["device"] == "cpu" for start in starts)
 
 

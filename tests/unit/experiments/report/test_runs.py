@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,7 @@ def test_a_resume_with_something_else_is_said(tmp_path: Path) -> None:
     run = read_run(path)
     assert [start.iteration for start in run.starts] == [0, 2]
     assert run.notes == []
-    assert run.recorded["torch"] == torch.__version__
+    assert run.recorded["torch"] == version("torch")
     change(path / STARTS, 1, "machine|host", "elsewhere")
     change(path / STARTS, 1, "versions|torch", "1.0")
     run = read_run(path)
