@@ -374,6 +374,9 @@ def test_list_names_presets_tasks_and_algorithms(capsys: pytest.CaptureFixture[s
     assert main(["list"]) == 0
     shown = capsys.readouterr().out
     assert [name for name in [*preset_names(), *TASKS, "ppo"] if f"  {name} " not in shown] == []
+    tasks = shown.partition("Tasks (--task.id")[2].partition("  HalfCheetah-v5,")[0].splitlines()[1:]
+    assert len({len(line) - len(re.sub(r"^  \S+  +", "", line)) for line in tasks}) == 1  # one column
+    assert "``" not in shown
 
 
 @pytest.mark.parametrize("task", ["CartPole-v1", "lift"])

@@ -128,10 +128,11 @@ class BCLoss(Loss):
 
 
 class BC(BaseAlgorithm):
-    """Supervised learning on samples ``[B]`` of ``observation`` and ``action`` (and perhaps ``valid_steps``).
+    """Behaviour cloning: supervised learning of the actions of demonstrations.
 
-    It is not driven by rollouts: ``fit`` draws minibatches from demonstrations, ``update`` takes one. An mlp learns the
-    padding at the end of a demonstration too, which repeats the last action; a vla leaves it out by ``valid_steps``.
+    Samples ``[B]`` hold ``observation``, ``action`` and, for action chunks, ``valid_steps``. It is not driven by
+    rollouts: ``fit`` draws minibatches from demonstrations, ``update`` takes one. An mlp also learns the padding at the
+    end of a demonstration, which repeats the last action; a vla leaves it out by ``valid_steps``.
 
     Args:
         policy: what learns; a critic that it may have is left alone.

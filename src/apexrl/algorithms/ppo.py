@@ -174,10 +174,10 @@ class PPOLoss(Loss):
 
 
 class PPO(BaseAlgorithm):
-    """Clipped policy gradient on rollouts of the current policy.
+    """Proximal policy optimisation: clipped policy gradient on rollouts of the current policy.
 
-    Made from a policy, ``PPO(policy=policy, cfg=cfg)``, or from an environment, ``PPO(env, cfg, actor_class,
-    critic_class)``, which makes an ``ActorCritic`` on ``device``, or on CUDA when there is one.
+    Created from a policy, ``PPO(policy=policy, cfg=cfg)``, or from an environment, ``PPO(env, cfg, actor_class,
+    critic_class)``, which creates an ``ActorCritic`` on ``device``, or on CUDA when there is one.
     """
 
     cfg: PPOConfig

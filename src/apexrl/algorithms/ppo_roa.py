@@ -92,7 +92,7 @@ class RolloutPolicy(nn.Module):
 
 
 class PPOROA(PPO):
-    """Trains a teacher with privileged information, and a student that adapts from history.
+    """PPO for a teacher with privileged information, and for a student that adapts from its past observations.
 
     Phase ``train``: the teacher acts; PPO trains encoder, teacher and critic; the adaptation module learns to guess the
     encoder's feature, and the student to act as the teacher does, given the guess. Phase ``finetune``: the student

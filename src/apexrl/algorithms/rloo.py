@@ -226,7 +226,7 @@ class WeightedFlowLoss(Loss):
 
 
 class RLOO(BaseAlgorithm):
-    """Policy gradient without a critic: every chunk of an episode counts by how much better the episode went.
+    """Policy gradient without a critic: an episode's advantage is its return minus the mean of the rest of its group.
 
     Batches are ``[T, E]``: E episodes from P initial states, T action chunks, padded where ``valid`` is false.
     Statistics by which the policy normalises observations stay as they are: to move them would move the policy.

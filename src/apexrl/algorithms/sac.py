@@ -129,9 +129,9 @@ ACTOR_METRICS = ("actor_loss", "temperature", "entropy", "actor_grad_norm")
 
 
 class SAC(BaseAlgorithm):
-    """Off-policy learning from a replay buffer, with an entropy bonus whose weight steers itself.
+    """Off-policy actor-critic with a replay buffer and an automatically tuned entropy bonus.
 
-    Made from a policy, ``SAC(policy=policy, cfg=cfg)``, or from an environment, ``SAC(env, cfg)``, which makes a
+    Created from a policy, ``SAC(policy=policy, cfg=cfg)``, or from an environment, ``SAC(env, cfg)``, which creates a
     ``SACPolicy`` on ``device``, or on CUDA when there is one.
     """
 

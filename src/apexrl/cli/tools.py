@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from apexrl import envs
@@ -22,26 +23,34 @@ from apexrl.run import sources
 def run_list(options: argparse.Namespace, overrides: Overrides) -> int:
     """Print what can be trained on, and with what."""
     print("Presets (apexrl train NAME):")
-    for name in sources.preset_names():
-        print(f"  {name:18} {sources.preset_summary(name)}")
+    _show({name: sources.preset_summary(name) for name in sources.preset_names()})
     print("Tasks (--task.id NAME; any Gymnasium id works too):")
-    _show_classes(TASKS)
-    for name in [name for name in MUJOCO_TASKS if name not in GYMNASIUM_TASKS]:
-        print(f"  {f'mujoco/{name}':18} {(MUJOCO_TASKS[name].__doc__ or '').splitlines()[0]}")
-    print(f"  {', '.join(GYMNASIUM_TASKS)}: simulated in threads, with Gymnasium's numbers.")
-    print("Tasks of other simulators, where they are installed (docs/environments.md):")
+    others = {f"mujoco/{name}": _summary(task) for name, task in MUJOCO_TASKS.items() if name not in GYMNASIUM_TASKS}
+    _show(_summaries(TASKS) | others)
+    print(f"  {', '.join(GYMNASIUM_TASKS)}: simulated in threads, with Gymnasium's results.")
+    print("Tasks of other simulators, if installed (docs/environments.md):")
     print(f"  {', '.join(f'{name}/NAME' for name in SIMULATORS)}")
-    print("Suites of tasks (--task.benchmark_name NAME, for rloo and bc):")
+    print("Task suites (--task.benchmark_name NAME, for rloo and bc):")
     print(f"  {', '.join(SUITES)}, and metaworld:TASK for one task")
     print("Algorithms (--algo.name NAME):")
-    _show_classes(ALGORITHMS)
+    _show(_summaries(ALGORITHMS))
     return 0
 
 
-def _show_classes(registry: Registry[Any]) -> None:
-    for name in registry.names():
-        text = inspect.getdoc(registry[name]) if name in registry else "installed by another package"
-        print(f"  {name:18} {(text or '').partition(chr(10))[0]}")
+def _show(summaries: Mapping[str, str]) -> None:
+    width = max(map(len, summaries))
+    for name, summary in summaries.items():
+        print(f"  {name:{width}}  {summary}")
+
+
+def _summaries(registry: Registry[Any]) -> dict[str, str]:
+    names = registry.names()
+    return {name: _summary(registry[name]) if name in registry else "from an installed package" for name in names}
+
+
+def _summary(cls: Any) -> str:
+    """Return the first line of a docstring as plain text."""
+    return (inspect.getdoc(cls) or "").partition("\n")[0].replace("``", "")
 
 
 def run_check_env(options: argparse.Namespace, overrides: Overrides) -> int:

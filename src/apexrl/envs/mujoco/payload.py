@@ -59,7 +59,7 @@ class WalkerPhysics(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WalkerPayload(CommandedWalker):
-    """Walk at a commanded speed (a planar biped) with an unknown load, ground, body and motors.
+    """Walk at a commanded speed (a planar biped) while load, friction, masses and motor strength are unknown.
 
     A ``CommandedWalker`` carries a cube on its torso. Its servos give g times the torque, at most 100 g N·m.
 

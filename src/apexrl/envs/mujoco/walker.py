@@ -144,7 +144,7 @@ class CommandedWalker(MujocoTask):
 
 @dataclass(frozen=True, kw_only=True)
 class Walker(CommandedWalker):
-    """Walk at a commanded speed, upright and step by step.
+    """Walk at a commanded speed (a planar biped), upright and with a regular gait.
 
     A clock φ, which turns once in ``stride_steps``, says when each foot is in the air: its middle should be h above
     where it stands, with h = 0.1 max(0, sin φ) m for the right foot and 0.1 max(0, -sin φ) m for the left. With v the

@@ -24,7 +24,7 @@ ANGLE_LIMIT: Final = 12 * 2 * math.pi / 360
 
 
 class CartPole(TensorTask):
-    """Push a cart left (0) or right (1) so that its pole stays up; 1 for every step, also for the last.
+    """Balance a pole by pushing its cart left (0) or right (1); the reward is 1 per step, including the last.
 
     The state and observation is ``(x, velocity, angle, angular velocity)``, ``[N, 4]``. An episode terminates
     when ``|x| > 2.4`` or ``|angle| > 12°``.

@@ -66,7 +66,7 @@ MEAN_SIZE: Final = 0.035
 
 
 class Lift(TensorTask):
-    """Lift a block from a table to ``target_height`` and keep it there.
+    """Grasp a block, lift it from a table to the target height and hold it there.
 
     Actions in [-1, 1]: velocity along x, velocity along y, and the finger command (positive closes, negative
     opens). Fingers push the block when they meet its side and stop on its top; when both touch it, it is held

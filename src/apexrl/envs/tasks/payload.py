@@ -71,7 +71,7 @@ SECTION_SIZES: Final = list(FRAME_SECTIONS.values())
 
 
 class Payload(TensorTask):
-    """Follow a commanded velocity while mass, ground, motor gain and latency are unknown.
+    """Follow a commanded velocity while mass, friction, motor gain and latency are unknown.
 
     A wheeled body of 2 kg carries an object over a plane. Every episode samples, with u uniform and log u
     log-uniform: size s = u(0.5, 1.5), density ρ = log u(0.25, 1.8), mass m = 2 + ρ s², friction μ = u(0, 0.4),

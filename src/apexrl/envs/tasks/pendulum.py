@@ -20,7 +20,7 @@ MAX_SPEED: Final = 8.0
 
 
 class Pendulum(TensorTask):
-    """Turn a pendulum of mass and length 1 upright with a torque in [-2, 2]; it never terminates.
+    """Swing up a pendulum of mass and length 1 with a torque in [-2, 2]; episodes never terminate.
 
     reward = -(angle² + 0.1 speed² + 0.001 torque²) of the state before the step, with the angle from
     upright in [-π, π). The state is ``(angle, speed)``; the observation is ``(cos, sin, speed)``, ``[N, 3]``.

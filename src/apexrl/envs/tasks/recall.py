@@ -17,7 +17,7 @@ COLORS: Final = (BLUE, ORANGE, GREEN, RED)
 
 
 class Recall(TensorTask):
-    """See a cue once, wait, and name it when asked.
+    """Remember a cue that is shown once, and name it when asked.
 
     The first observation shows the cue, ``delay`` blank ones follow, then a go flag asks for the action that
     equals the cue: it earns 1, and right or wrong the episode ends. Other steps earn nothing, so without

@@ -359,7 +359,7 @@ def test_the_list_names_it(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert main(["list"]) == 0
     output = capsys.readouterr().out
-    assert "mujoco/WalkerPayload Walk at a commanded speed" in output
+    assert "mujoco/WalkerPayload  Walk at a commanded speed" in output
     assert "walker_roa " in output
 
 
