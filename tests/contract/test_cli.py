@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import os
 import pickle
@@ -10,8 +11,10 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -26,8 +29,9 @@ from tests.refusals import REFUSALS, Refusal, names
 
 from apexrl.agent import checkpoint
 from apexrl.algorithms import PPOConfig
-from apexrl.cli.main import main
+from apexrl.cli.main import _plain_warnings, main
 from apexrl.core.system.files import read_json_lines
+from apexrl.envs.mujoco.env import MujocoVecEnv
 from apexrl.envs.tasks import TASKS
 from apexrl.experiments.report.runs import read_run
 from apexrl.run.loading import load_config
@@ -156,7 +160,64 @@ def test_early_stopping_ends_a_run_as_any_other_and_resuming_it_needs_another_co
     for again, iterations in ([], 2), (["--training.stop_when", "eval/episode_len > 15"], 4):
         assert main(["train", "--resume", str(run_dir), *again]) == 0
         assert [line["iteration"] for line in read_json_lines(run_dir / "metrics.jsonl")][-1] == iterations
-        assert ("training.stop_when" in capsys.readouterr().out) == (iterations == 2)
+        resume = f"apexrl train --resume {run_dir} --training.stop_when null"
+        assert (resume in capsys.readouterr().out) == (iterations == 2)
+
+
+def test_a_condition_without_effect_is_said_again_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "lift_ppo", "--run-dir", str(tmp_path / "run"), *TINY_LIFT, *NO_EXTRAS]
+    assert main([*words, "--training.stop_when", "rollout/retrun > 1"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("WARNING: training.stop_when 'rollout/retrun > 1' has no effect")
+
+
+def test_a_finished_run_names_a_limit_that_is_not_reached(
+    lift: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = shutil.copytree(lift, tmp_path / "run")
+    assert main(["train", "--resume", str(run_dir), "--training.total_timesteps", "32", *NO_EXTRAS]) == 0
+    assert "--training.total_timesteps 256" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("place", ["the graphics context", "a frame"])
+def test_ctrl_c_in_the_video_leaves_a_finished_run_without_half_a_video(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Context:
+        _context: Any
+
+        def __init__(self, *_: int) -> None:
+            raise KeyboardInterrupt
+
+        def __del__(self) -> None:
+            freed.append(self._context)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    freed: list[Any] = []
+    if place == "a frame":
+        monkeypatch.setattr(MujocoVecEnv, "render", interrupt)
+    else:
+        monkeypatch.setenv("MUJOCO_GL", "egl")
+        monkeypatch.setitem(sys.modules, "mujoco.egl", SimpleNamespace(GLContext=Context))
+    run_dir = tmp_path / "run"
+    words = ["--features.save_plot", "false", "--training.final_eval_episodes", "0"]
+    assert main(["train", "walker_ppo", "--run-dir", str(run_dir), *TINY, *words]) == 130
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("Training is complete")
+    assert f"apexrl play {run_dir}" in last
+    assert list(run_dir.glob("*.mp4")) == []
+    gc.collect()
+    assert freed == ([None] if place == "the graphics context" else [])
+
+
+def test_a_warning_is_said_once_a_command() -> None:
+    for _ in range(2):
+        with _plain_warnings():
+            assert [warnings.formatwarning("few", UserWarning, "a.py", 1) for _ in range(2)] == ["apexrl: few\n", ""]
 
 
 def test_sac_leaves_the_same_behind_and_can_be_evaluated_and_shown(

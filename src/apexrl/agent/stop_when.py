@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Mapping
@@ -16,7 +15,9 @@ if TYPE_CHECKING:
     from apexrl.agent.trainer import Trainer
 
 _COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
-_CONDITION = re.compile(r"\s*([^<>=]*[^<>=\s])\s*(>=|<=|>|<)\s*(\S+)\s*")
+_CONDITION = re.compile(
+    r"\s*([\w./-]+)\s*(>=|<=|>|<)\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*", re.ASCII | re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,13 @@ class Condition:
         Raises:
             ConfigError: when it has another form.
         """
-        try:
-            name, comparison, number = _CONDITION.fullmatch(text).groups()  # type: ignore[union-attr]
-            condition = cls(name, comparison, float(number))
-        except (AttributeError, ValueError):
-            condition = cls("", "", math.nan)
-        if not math.isfinite(condition.number):
+        match = _CONDITION.fullmatch(text)
+        if match is None:
             raise ConfigError(
                 "training.stop_when must be a log name, one of >=, <=, > and <, and a number, such as "
                 f"'eval/success_rate >= 0.95', got '{text}'."
             )
-        return condition
+        return cls(match[1], match[2], float(match[3]))
 
     def __str__(self) -> str:
         return f"{self.name} {self.comparison} {self.number:g}"
@@ -66,41 +63,36 @@ class StopWhen(Logger):
 
     def __init__(self, condition: Condition, trainer: Trainer) -> None:
         self.condition, self.trainer = condition, trainer
+        self.warning = ""
+        """Why the condition has no effect, where that is known."""
         self._known: set[str] = set()
-        self._is_settled = False
-        """The name was logged, or the warning was given."""
-        if self._is_of_evaluations and not (trainer.cfg.eval_interval and trainer.can_evaluate):
-            self._warn("no evaluation takes place during training; set training.eval_interval")
-
-    @property
-    def _is_of_evaluations(self) -> bool:
-        return self.condition.name.startswith("eval")
+        of_evaluations = condition.name.startswith("eval")
+        self._sign = "eval/episode_len" if of_evaluations else "rollout/episode_len"
+        """Is logged together with names such as this one."""
+        if of_evaluations and not (trainer.cfg.eval_interval and trainer.can_evaluate):
+            self._warn("no evaluation takes place during training; set training.eval_interval.")
 
     def log(self, values: Mapping[str, float]) -> None:
         """Stop the trainer if the condition holds."""
         self._known.update(values)
         name, trainer = self.condition.name, self.trainer
         if name in values:
-            self._is_settled = True
+            self.warning = ""
             if self.condition.holds(values[name]):
                 trainer.counters.stopped_by = str(self.condition)
                 where = f"iteration {trainer.iteration:,}, step {trainer.total_steps:,}"
                 trainer.tell(f"Stopped at {where}: {name} is {values[name]:.4g} (stop_when {self.condition}).")
                 trainer.stop()
-        elif any(
-            known.startswith("eval/") if self._is_of_evaluations else known == "rollout/return" for known in values
-        ):
-            self._warn_unlogged()
+        elif self._sign in values:
+            self._warn()
 
     def progress(self, values: Mapping[str, float], done: float) -> None:
         """At the end of training, say if the name was never logged."""
         if done >= 1.0:
-            self._warn_unlogged()
+            self._warn()
 
-    def _warn_unlogged(self) -> None:
-        self._warn(f"no number of that name is logged.{did_you_mean(self.condition.name, self._known)}")
-
-    def _warn(self, text: str) -> None:
-        if not self._is_settled:
-            self._is_settled = True
-            self.trainer.tell(f"WARNING: training.stop_when '{self.condition}' has no effect: {text}".rstrip(".") + ".")
+    def _warn(self, why: str = "") -> None:
+        if not self.warning and self.condition.name not in self._known:
+            why = why or f"no number of that name is logged.{did_you_mean(self.condition.name, self._known)}"
+            self.warning = f"WARNING: training.stop_when '{self.condition}' has no effect: {why}"
+            self.trainer.tell(self.warning)

@@ -162,9 +162,9 @@ class Trainer:
         """No update has begun since this trainer was made."""
         if cfg.eval_interval and not self.can_evaluate:
             self.tell(NO_EVALUATION, once=True)
-        self._stop_when = Condition.parse(cfg.stop_when) if cfg.stop_when else None
-        if self._stop_when:
-            self.log.add(StopWhen(self._stop_when, self))
+        self.stop_when = StopWhen(Condition.parse(cfg.stop_when), self) if cfg.stop_when else None
+        if self.stop_when:
+            self.log.add(self.stop_when)
 
     @property
     def iteration(self) -> int:
@@ -274,8 +274,10 @@ class Trainer:
         with writing_alone, stop_on_signal(lambda: saver.seconds, lambda: not saver.is_saving) as stop:
             self.log.open(self.run_dir, self._tensorboard)
             self._stop_request = stop
-            if self._stop_when and self.counters.stopped_by == str(self._stop_when):
-                self.tell(f"Training has ended: {self._stop_when}. To continue, change training.stop_when.")
+            if self.stop_when and self.counters.stopped_by == str(self.stop_when.condition):
+                resume = f": apexrl train --resume {self.run_dir}{plugins.flag()} --training.stop_when null"
+                how = f"training.stop_when{resume if self.config else '.'}"
+                self.tell(f"Training has ended: {self.counters.stopped_by}. To continue, change {how}")
                 stop.asked = True
             try:
                 yield stop

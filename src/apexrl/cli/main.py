@@ -80,9 +80,17 @@ def main(words: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Write warnings as one line, without the source that raised them."""
+    """Write each warning as one line, once, without the source that raised it."""
     before = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_, **__: f"apexrl: {message}\n"
+    lines: set[str] = set()
+
+    def one_line(message: Warning | str, *_: object, **__: object) -> str:
+        line = f"apexrl: {message}\n"
+        shown = "" if line in lines else line
+        lines.add(line)
+        return shown
+
+    warnings.formatwarning = one_line
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 from apexrl import envs
 from apexrl.algorithms import ALGORITHMS
 from apexrl.cli.common import Overrides
-from apexrl.core.errors import ConfigError
+from apexrl.core.errors import ConfigError, plural
 from apexrl.core.plugins import Registry
 from apexrl.envs.mujoco.env import MUJOCO_TASKS
 from apexrl.envs.mujoco.tasks import GYMNASIUM_TASKS
@@ -66,5 +66,9 @@ def run_check_env(options: argparse.Namespace, overrides: Overrides) -> int:
     env.close()
     for problem in problems:
         print(f"- {problem}")
-    print(f"{options.id}: {len(problems)} problems" if problems else f"{options.id}: keeps the environment contract")
+    print(
+        f"{options.id}: {plural(len(problems), 'problem')}"
+        if problems
+        else f"{options.id}: keeps the environment contract"
+    )
     return 1 if problems else 0

@@ -49,10 +49,13 @@ def run_train(options: argparse.Namespace, overrides: Overrides) -> int:
         trainer = run.resume(run_dir, overrides, [console])
         console.message(f"Resumed {run_dir} at iteration {trainer.iteration}, step {trainer.total_steps:,}.")
         if trainer.is_finished:
-            field = "num_train_steps" if trainer.cfg.num_train_steps else "total_timesteps"
+            field, done = "total_timesteps", trainer.total_steps
+            if trainer.cfg.num_train_steps:
+                field, done = "num_train_steps", trainer.iteration
+            limit = getattr(trainer.cfg, field)
             console.message(
-                f"This run is finished: training.{field} is {getattr(trainer.cfg, field):,}. To train longer: "
-                f"apexrl train --resume {run_dir}{plugins.flag()} --training.{field} {2 * getattr(trainer.cfg, field)}"
+                f"This run is finished: training.{field} is {limit:,}. To train longer: "
+                f"apexrl train --resume {run_dir}{plugins.flag()} --training.{field} {2 * max(limit, done)}"
             )
     else:
         config, name = _new_config(source, overrides, console.message)
@@ -62,12 +65,18 @@ def run_train(options: argparse.Namespace, overrides: Overrides) -> int:
         console.message(f"Training {config.task.id} with {config.algo.name} in {run_dir}")
     if (trainer.cfg.eval_interval or trainer.cfg.final_eval_episodes) and not trainer.can_evaluate:
         trainer.tell(NO_EVALUATION, once=True)
+    is_complete = False
     try:
         trainer.learn()
+        is_complete = True
         _finish(trainer, run.resumed_config(run_dir), run_dir)
     except (KeyboardInterrupt, SystemExit) as stop:
-        where = f"iteration {trainer.iteration:,}, step {trainer.total_steps:,}"
-        print(f"\nStopped at {where}. Resume with: apexrl train --resume {run_dir}{plugins.flag()}")
+        shown = f"{run_dir}{plugins.flag()}"
+        if is_complete:
+            print(f"\nTraining is complete; 'apexrl eval {shown}' evaluates, 'apexrl play {shown}' renders the video.")
+        else:
+            where = f"iteration {trainer.iteration:,}, step {trainer.total_steps:,}"
+            print(f"\nStopped at {where}. Resume with: apexrl train --resume {shown}")
         return stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 130
     finally:
         trainer.close()
@@ -120,5 +129,7 @@ def _finish(trainer: Trainer, config: Config, run_dir: Path) -> None:
             print(f"No video: {error}")
     shown = f"{run_dir}{plugins.flag()}"
     print(f"Run directory: {run_dir} (apexrl eval {shown}, apexrl play {shown}, tensorboard --logdir {run_dir})")
+    if trainer.stop_when and trainer.stop_when.warning:
+        print(trainer.stop_when.warning)
     if trainer.no_step_warning():
         print("WARNING: nothing was learned: this run took no optimizer step; its last message above says what to do.")

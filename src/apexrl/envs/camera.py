@@ -45,7 +45,9 @@ class Camera:
             model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
         backend = os.environ.get("MUJOCO_GL") or ("glfw" if has_display() else "egl")
         try:
-            self._gl = importlib.import_module(f"mujoco.{backend}").GLContext(max_size, max_size)
+            kind = importlib.import_module(f"mujoco.{backend}").GLContext
+            kind._context = None  # its __del__ reads it, also after Ctrl-C in its __init__
+            self._gl = kind(max_size, max_size)
             self._gl.make_current()
             self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""How MuJoCo renders where there is no display; processes that simulate import this, so it must not need PyTorch."""
+"""How simulators render where there is no display; processes that simulate import this, so it must not need PyTorch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ MUJOCO_HINT = "To render a MuJoCo task on a machine without a display, set MUJOC
 
 
 def render_without_display() -> None:
-    """Make MuJoCo render with EGL without a display, unless ``MUJOCO_GL`` is set; call it before importing MuJoCo."""
+    """Make MuJoCo (with EGL) and pygame render without a display, unless their variables are set.
+
+    Call it before importing either.
+    """
+    if has_display():
+        return
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     # Without the library MuJoCo could not even be imported.
-    if not has_display() and "MUJOCO_GL" not in os.environ and _has_egl():
+    if "MUJOCO_GL" not in os.environ and _has_egl():
         os.environ["MUJOCO_GL"] = "egl"
 
 

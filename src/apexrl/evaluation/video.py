@@ -38,18 +38,21 @@ def record_video(
     except OSError as error:
         raise RunDirError(f"{path} cannot be written: {error.strerror}. Name another place.") from error
     writer: Any
-    with (
-        evaluation_mode(policy, seed),
-        imageio.get_writer(temporary, fps=fps or rate / every, macro_block_size=2) as writer,
-    ):
 
-        def act_and_render(carry: Carry) -> dict[str, torch.Tensor]:
-            if next(steps) % every == 0:
-                writer.append_data(env.render(0))
-            return actor(carry)
+    def act_and_render(carry: Carry) -> dict[str, torch.Tensor]:
+        if next(steps) % every == 0:
+            writer.append_data(env.render(0))
+        return actor(carry)
 
-        carry: Carry = {OBSERVATION: env.reset(seed=seed), **initial_state(policy, env)}
-        for _ in range(num_episodes):
-            _, carry = rollout(env, act_and_render, carry, env.max_episode_steps or 1000, keep=(), until_done=True)
-    temporary.replace(path)
+    try:
+        with (
+            evaluation_mode(policy, seed),
+            imageio.get_writer(temporary, fps=fps or rate / every, macro_block_size=2) as writer,
+        ):
+            carry: Carry = {OBSERVATION: env.reset(seed=seed), **initial_state(policy, env)}
+            for _ in range(num_episodes):
+                _, carry = rollout(env, act_and_render, carry, env.max_episode_steps or 1000, keep=(), until_done=True)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return path

@@ -36,7 +36,15 @@ def test_a_condition_is_a_name_a_comparison_and_a_number(
 
 @pytest.mark.parametrize(
     "text",
-    ["eval/success_rate", "eval/success_rate = 1", ">= 1", "eval/return >= high", "eval/return > nan", "a >= b > 1"],
+    [
+        "eval/success_rate",
+        "eval/success_rate = 1",
+        ">= 1",
+        "eval/return >= high",
+        "eval/return > nan",
+        "a >= b > 1",
+        "f('x y') > 2",
+    ],
 )
 def test_anything_else_is_refused_at_the_start_with_its_field(text: str) -> None:
     with refused(ConfigError, "training.stop_when", text, "eval/success_rate >= 0.95"):
@@ -82,9 +90,9 @@ def test_a_run_that_ended_so_continues_only_under_another_condition(
 @pytest.mark.parametrize(
     ("cfg", "named"),
     [
-        (replace(EVERY, stop_when="rollout/retrun >= 1"), "'rollout/return'"),
-        (replace(EVERY, stop_when="eval/retrun >= 1", eval_interval=1, eval_episodes=2), "'eval/return'"),
-        (replace(EVERY, stop_when="eval/return >= 1e9"), "training.eval_interval"),
+        (replace(EVERY, stop_when="rollout/retrun >= 1"), "Did you mean 'rollout/return'?"),
+        (replace(EVERY, stop_when="eval/retrun >= 1", eval_interval=1, eval_episodes=2), "Did you mean 'eval/return'?"),
+        (replace(EVERY, stop_when="eval/return >= 1e9"), "set training.eval_interval."),
     ],
 )
 def test_a_name_that_is_not_logged_is_one_warning_with_the_nearest(cfg: TrainingConfig, named: str) -> None:
@@ -92,10 +100,14 @@ def test_a_name_that_is_not_logged_is_one_warning_with_the_nearest(cfg: Training
     trainer.learn(32)
     assert trainer.iteration == 4
     (line,) = [line for line in memory.messages if "training.stop_when" in line]
-    assert named in line
+    assert line.endswith(named)
+    assert trainer.stop_when is not None
+    assert trainer.stop_when.warning == line
 
 
 def test_a_name_that_is_logged_is_no_reason_to_warn() -> None:
     trainer, memory = make_trainer(scripted(), replace(EVERY, stop_when="rollout/return >= 1e9"))
     trainer.learn(32)
     assert memory.messages == []
+    assert trainer.stop_when is not None
+    assert trainer.stop_when.warning == ""
