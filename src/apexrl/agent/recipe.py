@@ -136,7 +136,7 @@ class Recipe:
             require_trust(wanted, name)
             cls = load_reference(wanted)
         except ConfigError as error:
-            raise CheckpointError(f"{self.path} was saved with {error} Or {in_python(self.path)}") from error
+            raise CheckpointError(f"{self.path} cannot be loaded: {error} Or {in_python(self.path)}") from error
         if not (isinstance(cls, type) and issubclass(cls, nn.Module | BaseAlgorithm)):
             raise CheckpointError(f"{self.path} was saved with {name} '{wanted}', which is no network or algorithm.")
         return cls
