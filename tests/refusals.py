@@ -53,7 +53,6 @@ REFUSALS = (
     Refusal("lift_ppo", {"task.num_envs": "0"}, ConfigError, "task.num_envs", "0"),
     Refusal("lift_ppo", {"task.num_envs": "10000000000"}, ConfigError, "task.num_envs", "10000000000"),
     Refusal("lift_ppo", {"task.num_envs": "2", "task.num_workers": "3"}, ConfigError, "task.num_workers", "3"),
-    Refusal("lift_ppo", {"task.id": "5"}, ConfigError, "task.id", "5"),
     Refusal("lift_ppo", {"task.kwargs": "{3: 4}"}, ConfigError, "task.kwargs", "{3: 4}"),
     Refusal(
         "lift_ppo", {"task.kwargs.when": "2024-01-01"}, ConfigError, "task.kwargs.when", "datetime.date(2024, 1, 1)"

@@ -259,3 +259,88 @@ def test_a_checkpoint_from_python_with_own_classes_needs_the_same_trust(tmp_path
         trained = load_trained(path)
     assert trained.config.algo.name == "my_algos:A2C"
     assert type(trained.policy.actor).__module__ == "my_nets"
+
+
+BROKEN = """
+from my_algos import A2C
+from my_envs import Reach
+from apexrl import ActorCritic
+
+class BadReset(Reach):
+    def reset(self, *, seed=None, options=None):
+        return 3
+
+class BadStep(Reach):
+    def step(self, action):
+        return super().step(action)[:4]
+
+class Strict(ActorCritic):
+    @classmethod
+    def for_env(cls, env, **options):
+        raise KeyError("no such layer")
+
+class NoOptions(A2C):
+    def __init__(self, policy):
+        super().__init__(policy)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (
+            ["--policy", "my_nets:MyActor", "--policy.kwargs.widht", "3"],
+            ["policy.kwargs {'widht': 3}", "my_nets:MyActor"],
+        ),
+        (["--policy", "my_broken:Strict"], ["policy.kind my_broken:Strict", "no such layer", "my_broken.py, line 17"]),
+        (["--algo", "my_broken:NoOptions"], ["algo.name my_broken:NoOptions", "'cfg'"]),
+        (["--task.id", "my_broken:BadReset"], ["my_broken.BadReset.reset must return (obs, info), got int. "]),
+        (["--task.id", "my_broken:BadStep"], ["my_broken.BadStep.step must return (obs, reward,", "got 4"]),
+        (["--task.id", "my_broken:BadStep", "--task.kwargs.max_episode_steps", "9"], ["my_broken.BadStep.step must"]),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_code_of_a_user_is_named_in_one_line(
+    words: list[str], named: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_files(tmp_path)
+    write("my_broken.py", BROKEN)
+    task = [] if "--task.id" in words else ["--task.id", "my_envs:Reach"]
+    said = message(capsys, "train", *task, *words, *SMALL, "--run-dir", "run")
+    assert all(each in said for each in named), said
+
+
+@pytest.mark.parametrize("words", [["--algo", "my_algos:A2C"], ["--policy", "my_nets:MyActor"]], ids=str)
+def test_a_module_that_a_run_names_is_not_trusted_rather_than_unfit(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_files(tmp_path)
+    assert main(["train", "--task.id", "cartpole", *words, *SMALL, "--run-dir", "run"]) == 0
+    for command in ("eval", "play", "export"):
+        forget()
+        said = message(capsys, command, "run")
+        assert said.startswith(
+            ("apexrl: algo.name 'my_algos:A2C' names", "apexrl: policy.kind 'my_nets:MyActor' names")
+        )
+        assert "--allow-imports" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--task.id", "my_envs.Reach"], "my_envs:Reach"),
+        (["--task.id", "my_envs"], "module:Class, such as my_envs:"),
+        (["--task.id", "my_envs:"], "module:Class"),
+        (["--algo", "my_algos.A2C"], "my_algos:A2C"),
+        (["--policy", "my_nets.MyActor"], "my_nets:MyActor"),
+    ],
+    ids=str,
+)
+def test_a_module_without_a_colon_is_answered_with_how_to_write_it(
+    words: list[str], hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_files(tmp_path)
+    said = message(capsys, "train", *words, *SMALL)
+    assert hint in said
+    assert "Tasks:" not in said
+    assert words[1] in said

@@ -13,7 +13,7 @@ from apexrl.agent.directories import RunDirectories
 from apexrl.agent.schedule import Counters, TrainingConfig, env_seed
 from apexrl.algorithms.base import BaseAlgorithm
 from apexrl.collectors.base import BaseCollector
-from apexrl.core.errors import ConfigError, EnvStateError
+from apexrl.core.errors import ConfigError, EnvStateError, sentences
 from apexrl.core.system import distributed
 from apexrl.envs import VecEnv
 from apexrl.policies.base import Policy
@@ -130,9 +130,8 @@ class Checkpointer:
                     with self.collector.quiet():
                         checkpoint.save(path, {**self._content(), **alone})
         except Exception as error:
-            self.tell(
-                f"No checkpoint could be saved at iteration {self.counters.iteration}: {error} {self.last_good()}"
-            )
+            problem = f"No checkpoint could be saved at iteration {self.counters.iteration}: {error}"
+            self.tell(sentences(problem, self.last_good()))
 
     def _write(self, path: Path) -> None:
         begin, self.is_saving = self.clock(), True
@@ -231,7 +230,7 @@ class Checkpointer:
         newest, _, problems = checkpoint.load_newest(directory, lambda path: self.load(path.name))
         self._scheduled = checkpoint.numbered(directory, self.counters.iteration)
         for problem in problems:
-            self.tell(f"{problem} Resuming from {newest.name}, the newest that can be read.")
+            self.tell(sentences(problem, f"Resuming from {newest.name}, the newest that can be read."))
         if problems and distributed.is_main_process():
             for path in checkpoint.numbered(directory)[-len(problems) :]:
                 path.rename(path.with_name(f"{path.name}.damaged"))

@@ -30,7 +30,7 @@ from apexrl.collectors.base import BaseCollector, SyncCollector
 from apexrl.collectors.episodes import SuiteRunner
 from apexrl.collectors.groups import RolloutGenerator
 from apexrl.core import plugins
-from apexrl.core.errors import ApexRLError, ConfigError, EnvError, RunDirError, did_you_mean
+from apexrl.core.errors import ApexRLError, ConfigError, EnvError, RunDirError, did_you_mean, sentences
 from apexrl.core.observations import leaves
 from apexrl.core.system import distributed
 from apexrl.core.system.acceleration import Acceleration
@@ -306,7 +306,7 @@ class Trainer:
         if self.config and isinstance(error, EnvError | RunDirError):
             text += f" Fix the problem, then resume with: apexrl train --resume {self.run_dir}{plugins.flag()}"
         if isinstance(error, ApexRLError):
-            error.args = (f"{error} {text}",)
+            error.args = (sentences(error, text),)
         else:
             error.add_note(text)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from apexrl.core.errors import ConfigError, DivergenceError, did_you_mean
 from apexrl.core.observations import leaves
+from apexrl.core.plugins import module_hint
 from apexrl.core.system import distributed
 from apexrl.core.types import (
     ACTION,
@@ -111,7 +112,7 @@ class BaseAlgorithm(ABC):
             known = [*cls.policies, *POLICIES.names()]
             raise ConfigError(
                 f"policy.kind must be one of {known} for {cls.__name__}, or module:Class, got '{kind}'."
-                f"{did_you_mean(kind, known)}"
+                f"{module_hint(kind) or did_you_mean(kind, known)}"
             )
         if issubclass(own, Policy):
             return own

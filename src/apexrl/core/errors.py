@@ -14,6 +14,10 @@ class ConfigError(ApexRLError, ValueError):
     """A configuration names an unknown field, or a field has an impossible value."""
 
 
+class UntrustedError(ConfigError):
+    """A file names a module that the user has not allowed to be imported."""
+
+
 class EnvError(ApexRLError, RuntimeError):
     """An environment cannot be made, or broke its contract."""
 
@@ -49,6 +53,12 @@ class FewSamplesWarning(UserWarning):
 def plural(number: int, noun: str) -> str:
     """Return ``"1 group"`` or ``"2 groups"``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def sentences(*parts: object) -> str:
+    """Join messages, with a full stop between two where the first has no punctuation of its own."""
+    *texts, last = (str(part).rstrip() for part in parts)
+    return " ".join([*(text if text.endswith((".", "!", "?")) else f"{text}." for text in texts), last])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import cloudpickle
 
-from apexrl.core.errors import ConfigError, did_you_mean
+from apexrl.core.errors import ApexRLError, ConfigError, UntrustedError, did_you_mean
 
 T = TypeVar("T")
 FIELDS = ("task.id", "algo.name", "policy.kind")
@@ -81,7 +81,7 @@ def imported() -> tuple[str, ...]:
 def require_trust(name: str, field: str) -> None:
     """Raise unless a module, or ``module:name``, that may come from a file may be imported."""
     if not (_trust.everything or name in _trust.names or name.partition(":")[0] in KNOWN_MODULES):
-        raise ConfigError(
+        raise UntrustedError(
             f"{field} '{name}' names a module, which is not imported for a name in a file. If you trust the file, add "
             "--allow-imports (in Python allow_imports=True)."
         )
@@ -124,10 +124,39 @@ def _cause(error: BaseException, name: str) -> str:
     """Say in one line why an import failed, and where."""
     if isinstance(error, ModuleNotFoundError) and name.split(".")[0] == error.name:
         return f"{error}. Install it, or start in the directory that has {error.name}.py."
-    text = f"{type(error).__name__}: {error}".removesuffix(": ")
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    place = "" if isinstance(error, SyntaxError) else f" ({Path(frame.filename).name}, line {frame.lineno})"
-    return " ".join(text.split()) + place
+    return _with_place(error, "" if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)[-1])
+
+
+def _with_place(error: BaseException, frame: traceback.FrameSummary | Literal[""]) -> str:
+    """Return an exception in one line, with the place in a file."""
+    text = " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())
+    return f"{text} ({Path(frame.filename).name}, line {frame.lineno})" if frame else text
+
+
+@contextmanager
+def creating(what: str, cls: type) -> Iterator[None]:
+    """Say in one line why something of a user cannot be created, with the place in the user's file.
+
+    Raises:
+        ConfigError: begins with ``what``.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ApexRLError) or cls.__module__.startswith("apexrl."):
+            raise
+        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        raise ConfigError(f"{what}: {_with_place(error, frames[-1] if frames else '')}.") from error
+
+
+def module_hint(name: str) -> str:
+    """Return how to name something in a module, for a name without a colon that looks like a module; or nothing."""
+    module, dot, last = name.rpartition(".")
+    if not dot and any(Path(place).is_file() for place in (f"{name}.py", f"{name}/__init__.py")):
+        module, last = name, "Class"
+    is_module = module and all(part.isidentifier() for part in f"{module}.{last}".split("."))
+    return f" For something in a module write module:Class, such as {module}:{last}." if is_module else ""
 
 
 def load_reference(reference: str) -> Any:
@@ -191,6 +220,8 @@ class Registry(dict[str, T], Generic[T]):
         if point is None and ":" not in name:
             return None
         if point is None:
+            if name.startswith(":") or name.endswith(":"):
+                raise ConfigError(f"{self.field} must be a name, or module:Class as my_module:MyClass, got '{name}'.")
             require_trust(name, self.field)
         try:
             value = load_reference(name if point is None else point.value)

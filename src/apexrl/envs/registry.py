@@ -14,7 +14,7 @@ import torch
 
 from apexrl.core.errors import EnvError, did_you_mean
 from apexrl.core.metrics import MetricSpec
-from apexrl.core.plugins import accepted, imports_allowed
+from apexrl.core.plugins import accepted, imports_allowed, module_hint
 from apexrl.envs.adapters.envpool import make_envpool
 from apexrl.envs.adapters.gymnasium import GymVecEnv, find_gym_id, gym_make_fns, own_make_fns
 from apexrl.envs.adapters.lab import make_isaaclab, make_mjlab
@@ -103,6 +103,8 @@ def make_env(
     elif not is_known:
         there = [f"{space}/{name}" for space in SIMULATORS if name]  # if such a simulator has it
         others = ", ".join(f"{space}/NAME" for space in ("mujoco", *SIMULATORS))
+        if hint := module_hint(id):
+            raise EnvError(f"There is no environment {id!r}.{hint}")
         raise EnvError(
             f"There is no environment {id!r}.{did_you_mean(id, [*makers, *TASKS.names(), *gym.registry, *there])} "
             f"Tasks: {', '.join(sorted(TASKS.names()))}. Tasks of simulators: {others}."

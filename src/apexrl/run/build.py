@@ -22,7 +22,7 @@ from apexrl.agent.training_log import tell
 from apexrl.algorithms import AlgorithmConfig, BaseAlgorithm, PPOConfig
 from apexrl.algorithms.base import find_device
 from apexrl.core.errors import CheckpointError, ConfigError
-from apexrl.core.plugins import accepted
+from apexrl.core.plugins import accepted, creating
 from apexrl.core.system import distributed
 from apexrl.core.system.acceleration import Acceleration
 from apexrl.core.system.files import DirectoryLock
@@ -72,7 +72,9 @@ def make_trainer(
     if several:
         acceleration = replace(acceleration, compile=False)
     make: Any = config.algorithm
-    algorithm: BaseAlgorithm = make(policy=policy, cfg=config.algo, **accepted(make, {"acceleration": acceleration}))
+    given = accepted(make, {"acceleration": acceleration})
+    with creating(f"algo.name {config.algo.name} cannot be created", make):
+        algorithm: BaseAlgorithm = make(policy=policy, cfg=config.algo, **given)
     if init_from:
         algorithm.begin_trained(config.policy.init_std)
     loggers = [*loggers, *task.loggers(run_dir)]
@@ -180,7 +182,14 @@ def make_policy(
     algo = algo or PPOConfig()
     algorithm = algorithm_class(algo.name)
     kind, needs_value = algorithm.policy_class(cfg.kind), VALUE in algorithm.required_keys
-    return kind.from_config(cfg, env, algorithm.critic_options(algo), needs_value=needs_value).to(device)
+    own, kwargs = (cfg.own_class, cfg.kwargs) if isinstance(cfg, PolicyConfig) else (None, {})
+    what = (
+        f"policy.kwargs {kwargs} cannot be given to {cfg.kind}"
+        if kwargs
+        else f"policy.kind {cfg.kind} cannot be created"
+    )
+    with creating(what, own or kind):
+        return kind.from_config(cfg, env, algorithm.critic_options(algo), needs_value=needs_value).to(device)
 
 
 def prepare_device(config: Config) -> torch.device:

@@ -9,9 +9,9 @@ from typing import Any
 from apexrl.agent.trainer import TrainingConfig
 from apexrl.algorithms import ALGORITHMS, AlgorithmConfig, BaseAlgorithm, PPOConfig
 from apexrl.core import plugins
-from apexrl.core.errors import ConfigError, did_you_mean
+from apexrl.core.errors import ConfigError, UntrustedError, did_you_mean
 from apexrl.core.renamed import renamed
-from apexrl.core.validation import create
+from apexrl.core.validation import create, field_rules
 from apexrl.policies.config import POLICY_KINDS, PolicyConfig, VLAConfig
 from apexrl.run.sections import FeaturesConfig, LoggingConfig
 from apexrl.run.sources import nearest_option
@@ -97,7 +97,8 @@ def algorithm_class(name: Any) -> type[BaseAlgorithm]:
     if found is None:
         known = sorted(ALGORITHMS.names())
         raise ConfigError(
-            f"algo.name must be one of {known}, or module:Class, got {name!r}.{did_you_mean(str(name), known)}"
+            f"algo.name must be one of {known}, or module:Class, got {name!r}."
+            f"{plugins.module_hint(str(name)) or did_you_mean(str(name), known)}"
         )
     return found
 
@@ -155,6 +156,8 @@ def field_paths() -> list[str]:
 def _section(name: str, values: dict[str, Any], problems: list[str]) -> Any:
     try:
         section = section_class(name, values)
+    except UntrustedError:
+        raise
     except ConfigError as error:
         problems.append(str(error))
         return None
@@ -175,6 +178,12 @@ def _section(name: str, values: dict[str, Any], problems: list[str]) -> Any:
 
 OPEN_FIELDS = (["task", "kwargs"], ["task", "metrics"], ["policy", "kwargs"])
 """Fields that hold fields of a user's choice."""
+
+
+def is_text(name: str) -> bool:
+    """Whether ``section.field`` takes a string and nothing else."""
+    section, _, field_name = name.partition(".")
+    return any(field_rules(cls).get(field_name) == "a string" for cls in CONFIG_SECTIONS.get(section, ()))
 
 
 def require_known(name: str) -> None:

@@ -10,7 +10,15 @@ import yaml
 
 from apexrl.algorithms import ALGORITHMS
 from apexrl.core.errors import ConfigError
-from apexrl.run.config import CONFIG_SECTIONS, Config, import_modules, make_config, require_known, section_class
+from apexrl.run.config import (
+    CONFIG_SECTIONS,
+    Config,
+    import_modules,
+    is_text,
+    make_config,
+    require_known,
+    section_class,
+)
 from apexrl.run.sources import PlainLoader, read_source
 
 
@@ -31,7 +39,8 @@ def with_overrides(raw: Mapping[str, Any], overrides: Iterable[tuple[str, str]])
             if not isinstance(place, dict):
                 raise ConfigError(f"'{name}' cannot be set: '{parent}' is {place!r}, not a section.")
         try:
-            place[last] = yaml.load(text, PlainLoader)
+            value = yaml.load(text, PlainLoader)
+            place[last] = text if is_text(name) and not isinstance(value, str) else value
         except ConfigError as error:
             raise ConfigError(f"--{name}: {error}") from error
         except (yaml.YAMLError, ValueError, RecursionError):

@@ -12,7 +12,7 @@ from apexrl.agent.recipe import read_policy, read_recipe
 from apexrl.algorithms.base import find_device
 from apexrl.collectors.demonstrations.record import Plans
 from apexrl.collectors.episodes import find_plans
-from apexrl.core.errors import CheckpointError, ConfigError
+from apexrl.core.errors import CheckpointError, ConfigError, UntrustedError
 from apexrl.core.metrics import EpisodeMetrics
 from apexrl.envs import VecEnv
 from apexrl.envs.suites.base import TaskSuite
@@ -62,6 +62,8 @@ def load_trained(source: Path) -> TrainedPolicy:
     sections = content["config"] or read_recipe(content, source).sections()
     try:
         config = make_config(sections)
+    except UntrustedError:
+        raise
     except ConfigError as error:
         raise CheckpointError(f"{source} cannot be used: its 'config' does not fit: {error}") from error
     try:

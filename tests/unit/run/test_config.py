@@ -148,6 +148,11 @@ def test_numbers_in_scientific_notation_are_numbers_also_where_yaml_reads_text(t
     assert isinstance(config.training.total_timesteps, int)
 
 
+@pytest.mark.parametrize(("text", "value"), [("5", "5"), ("my_envs:", "my_envs:"), ('"lift"', "lift")])
+def test_a_field_of_text_takes_what_is_typed(text: str, value: str) -> None:
+    assert load_config(None, [("task.id", text)]).task.id == value
+
+
 # What is refused
 
 

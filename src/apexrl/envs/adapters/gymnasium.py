@@ -185,9 +185,9 @@ def _naming_errors(verb: str, function: Callable[..., T], *arguments: Any) -> T:
         raise
     except Exception as error:
         note = " ".join(getattr(error, "__notes__", ()))
-        places = "".join(f"\n  at {place}" for place in users_frames(error))
+        places = ", ".join(f"at {place}" for place in users_frames(error))
         what = f"Could not {verb} the environment: {type(error).__name__}: {error} {note}".rstrip()
-        raise EnvError(what + places) from error
+        raise EnvError(f"{what} {places}".rstrip()) from error
 
 
 def find_gym_id(env_id: str) -> str | None:

@@ -170,7 +170,7 @@ class EnvGroup:
                 obs = self._restart(i)
             else:
                 self._starts[i] = _Start(seed=seeds[i])
-                obs, _ = simulator.reset(seed=seeds[i])
+                obs = _begin(simulator, seed=seeds[i])
             self._write(self._rows[i], obs)
 
     def step(self) -> tuple[bool, Found]:
@@ -198,8 +198,11 @@ class EnvGroup:
                     obs = self._end(i, obs, bool(terminated))
                 write(rows[i], obs)
         except Exception as error:
+            if "unpack" in str(error) and not users_frames(error):
+                needed = "must return (obs, reward, terminated, truncated, info)"
+                error = TypeError(f"{_type_name(self.simulators[i])}.step {needed}: {error}")
             error.add_note(f"(in environment {self.first + i})")
-            raise
+            raise error
         self._names.update(found)
         return self._any_ended, found
 
@@ -216,7 +219,7 @@ class EnvGroup:
         if not self._exact[i]:
             generator = self.simulators[i].unwrapped.np_random.bit_generator.state
             self._starts[i] = _Start(self._starts[i].seed, generator, len(self._history))
-        return self.simulators[i].reset()[0]
+        return _begin(self.simulators[i])
 
     def _forget(self) -> None:
         """Keep the last ``MAX_REPLAY`` actions only."""
@@ -279,10 +282,10 @@ class EnvGroup:
         begin = longest - len(actions)
         generator = json.loads(state["generator"])
         self._starts[i] = _Start(state["seed"], generator, begin)
-        obs, _ = simulator.reset(seed=state["seed"])
+        obs = _begin(simulator, seed=state["seed"])
         if generator is not None:
             simulator.unwrapped.np_random.bit_generator.state = generator
-            obs, _ = simulator.reset()
+            obs = _begin(simulator)
         for t, action in enumerate(self._decode(actions) if len(actions) else ()):
             self._history[begin + t][i] = actions[t]
             obs = simulator.step(action)[0]
@@ -312,6 +315,15 @@ class EnvGroup:
 
 def _is_number(value: Any) -> bool:
     return np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf"
+
+
+def _begin(simulator: gym.Env[Any, Any], **options: Any) -> Any:
+    """Reset one environment; returns its observation."""
+    result: Any = simulator.reset(**options)
+    if not (isinstance(result, tuple) and len(result) == 2):
+        found = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+        raise TypeError(f"{_type_name(simulator)}.reset must return (obs, info), got {found}")
+    return result[0]
 
 
 def _type_name(simulator: gym.Env[Any, Any]) -> str:
