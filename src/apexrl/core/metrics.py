@@ -44,6 +44,8 @@ class MetricSpec:
     event: bool = False
     """Reported only when it happens: once it was reported at all, an ended episode that did not report it counts 0.
     Without this, such an episode is left out of the mean."""
+    at_most: float | None = None
+    """Of the group ``task``: the summary of an evaluation says in how many episodes the number was no larger."""
 
     def __post_init__(self) -> None:
         if self.name in EVENT_FIELDS:

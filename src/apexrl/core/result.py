@@ -15,7 +15,7 @@ from torch import Tensor
 
 from apexrl.core.errors import EnvError
 from apexrl.core.functional.intervals import mean_interval, wilson_interval
-from apexrl.core.metrics import FinishedEpisodes, evaluation_log_names
+from apexrl.core.metrics import FinishedEpisodes, MetricSpec, evaluation_log_names
 from apexrl.core.types import EPISODE_ID, LOST, TASK_ID, TRUNCATED
 
 RATE_FIELDS = ("success_once", "success_at_end", "fail_once", TRUNCATED)
@@ -43,7 +43,7 @@ class EvaluationResult(float):
     """Episodes that are not here because their worker died: they say nothing about the policy."""
     sampled: EvaluationResult | None = field(default=None, repr=False)
     """Of the same policy with sampled actions, when asked for. Where it earns more, mean actions get stuck."""
-    task_metrics: Sequence[str] = ()
+    task_metrics: Sequence[MetricSpec] = ()
     """Metrics of the group ``task``, which the summary shows."""
 
     def __new__(cls, episodes: dict[str, NDArray[np.float64]], *_: Any, **__: Any) -> Self:
@@ -143,7 +143,11 @@ class EvaluationResult(float):
             text += f", without a failure {100 - 100 * self.mean('fail_once'):.1f} %"
             if has_interval:
                 text += " ({1:.1f} to {0:.1f} %)".format(*(100 - 100 * end for end in self.interval("fail_once")))
-        text += "".join(f", {name} {self.mean(name):.2f}" for name in self.task_metrics if name in self.episodes)
+        for spec in [spec for spec in self.task_metrics if spec.name in self.episodes]:
+            text += f", {spec.name} {self.mean(spec.name):.2f}"
+            if spec.at_most is not None:
+                share = 100 * _mean((_known(self.episodes[spec.name]) <= spec.at_most).astype(np.float64))
+                text += f" (at most {spec.at_most:g} in {share:.1f} % of the episodes)"
         text += f", over {self.num_episodes} episode{'s' if self.num_episodes > 1 else ''}"
         return f"{text} ({self.num_lost} more lost: their workers died)" if self.num_lost else text
 

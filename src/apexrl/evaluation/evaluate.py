@@ -83,7 +83,7 @@ def evaluate(
         if runner is not env:
             runner.close()
     result = counted.result(env.task_names, rows, events=events, in_order=not isinstance(starts, int))
-    return replace(result, task_metrics=[name for name, spec in env.metric_specs.items() if spec.group == "task"])
+    return replace(result, task_metrics=[spec for spec in env.metric_specs.values() if spec.group == "task"])
 
 
 def group_size(num_starts: int, num_envs: int) -> int:

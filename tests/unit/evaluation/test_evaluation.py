@@ -15,6 +15,7 @@ from tests.scripted import ScriptedEnv
 from torch import Tensor
 
 from apexrl.core.errors import EnvError
+from apexrl.core.metrics import MetricSpec
 from apexrl.core.types import EnvStep
 from apexrl.envs import make_env
 from apexrl.evaluation.evaluate import EvaluationResult, evaluate
@@ -107,11 +108,18 @@ def test_the_result_is_a_number_and_a_sentence() -> None:
 
 
 def test_the_summary_has_episodes_without_a_failure_and_the_metrics_of_the_task() -> None:
-    episodes = {"return": np.ones(10), "fail_once": np.array([1.0] * 2 + [0.0] * 8), "speed": np.full(10, 0.5)}
-    result = EvaluationResult({**episodes, "reward_x": np.ones(10)}, task_metrics=["speed", "never_reported"])
+    episodes = {
+        "return": np.ones(10),
+        "fail_once": np.array([1.0] * 2 + [0.0] * 8),
+        "speed": np.array([0.25, 0.75] * 5),
+    }
+    specs = [MetricSpec("speed", group="task"), MetricSpec("never_reported", group="task")]
+    result = EvaluationResult({**episodes, "reward_x": np.ones(10)}, task_metrics=specs)
     # Wilson's interval of 8/10, as above.
     assert "without a failure 80.0 % (49.0 to 94.3 %), speed 0.50, over 10 episodes" in str(result)
     assert "reward_x" not in str(result)
+    result = replace(result, task_metrics=[replace(specs[0], at_most=0.25)])
+    assert "speed 0.50 (at most 0.25 in 50.0 % of the episodes), over" in str(result)
 
 
 def test_one_episode_has_no_interval() -> None:
