@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from apexrl.collectors import SyncCollector as SyncCollector
     from apexrl.collectors.demonstrations.record import record_demos as record_demos
     from apexrl.collectors.demonstrations.samples import load_demos as load_demos
+    from apexrl.core.errors import ApexRLError as ApexRLError
     from apexrl.core.metrics import EpisodeMetrics as EpisodeMetrics
     from apexrl.core.metrics import MetricSpec as MetricSpec
     from apexrl.core.metrics import aggregate_metrics as aggregate_metrics
@@ -91,6 +92,7 @@ _HOME = {
     "core.result": "EvaluationResult",
     "evaluation.evaluate": "evaluate",
     "evaluation.video": "record_video",
+    "core.errors": "ApexRLError",
     "core.metrics": "EpisodeMetrics MetricSpec aggregate_metrics",
     "policies.networks": "MLPActor MLPCritic QEnsemble",
     "policies": "ActorCritic PI0_CFG_Adapter Policy ROAPolicy RecurrentActorCritic SACPolicy VLAPolicy",

@@ -133,7 +133,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_weigh
     ("source", "options", "message"),
     [
         ("nowhere", {}, "There is no checkpoint at nowhere."),
-        ("empty", {}, "There is no checkpoint in empty"),
+        ("empty", {}, "empty is not a run directory"),
         ("x" * 300, {}, "xxx cannot be read: File name too long."),
         ("notes.pt", {}, "notes.pt is not a readable checkpoint"),
         ("teacher", {"policy__hidden_dims": "[9]"}, "is [8, 106] in the checkpoint and [9, 106] here"),

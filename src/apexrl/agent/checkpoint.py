@@ -172,7 +172,12 @@ def latest(directory: Path) -> Path:
     if not paths:
         if several := sorted(directory.glob("*/checkpoints")):
             raise CheckpointError(f"{directory} holds several runs; name one of them, such as {several[0].parent}.")
-        raise CheckpointError(f"There is no checkpoint in {directory}; the run stopped before its first one.")
+        run_dir = directory.parent if directory.name == "checkpoints" else directory
+        if (run_dir / "config.yaml").is_file():
+            raise CheckpointError(f"There is no checkpoint in {directory}; the run stopped before its first one.")
+        if (directory / "policy.json").is_file():
+            raise CheckpointError(f"{directory} is an exported policy; load it in Python with load_policy.")
+        raise CheckpointError(f"{run_dir} is not a run directory: it has neither a checkpoint nor config.yaml.")
     return paths[-1]
 
 

@@ -12,10 +12,21 @@ import numpy as np
 from gymnasium import spaces
 
 
+class EncodedBox(spaces.Box):
+    """The Box of the vectors that observations of another space, ``source``, are encoded as."""
+
+    def __init__(self, source: gym.Space[Any], low: Any, high: Any) -> None:
+        super().__init__(low, high, dtype=np.float32)
+        self.source = source
+
+
 def space_to_plain(space: gym.Space[Any]) -> dict[str, Any] | None:
     """Return what ``space_from_plain`` needs; None for a space that no policy takes."""
     plain: dict[str, Any] = {"kind": type(space).__name__}
     match space:
+        case EncodedBox():
+            box = spaces.Box(space.low, space.high)
+            return {**(space_to_plain(box) or {}), "source": space_to_plain(space.source)}
         case spaces.Box():
             shape, dtype = list(space.shape), space.dtype.name
             return plain | {"shape": shape, "dtype": dtype, "low": _bound(space.low), "high": _bound(space.high)}
@@ -35,6 +46,8 @@ def space_from_plain(plain: Mapping[str, Any]) -> gym.Space[Any]:
     match plain:
         case {"kind": "Box", "shape": shape, "dtype": dtype, "low": low, "high": high}:
             lowest, highest = _array(low, -math.inf, shape, dtype), _array(high, math.inf, shape, dtype)
+            if "source" in plain:
+                return EncodedBox(space_from_plain(plain["source"]), lowest, highest)
             return spaces.Box(lowest, highest, dtype=np.dtype(dtype).type)
         case {"kind": "Discrete", "n": n, "start": start}:
             return spaces.Discrete(n, start=start)

@@ -48,6 +48,7 @@ def inputs_and_outputs(policy: Policy, paths: Sequence[str], env: VecEnv, step: 
             "meaning": _meaning(path, spaces[path], policy, env),
             "normalizer": _normalizer(path, policy),
             "frames": num_frames(path, policy),
+            "space": space_to_plain(source) if (source := getattr(spaces[path], "source", None)) else None,
         }
         for path in paths
     ]

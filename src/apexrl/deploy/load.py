@@ -24,7 +24,7 @@ from apexrl.core.spaces import space_from_plain
 from apexrl.core.types import ACTION, INSTRUCTION_KEY, OBSERVATION, Observation
 from apexrl.deploy.card import num_frames
 from apexrl.deploy.model import CARD, CARD_FORMAT, FILES, READERS, DeployedPolicy, Model, as_model, traced
-from apexrl.envs.workers.arrays import decoder
+from apexrl.envs.workers.arrays import choices, decoder, writer
 from apexrl.policies import Policy
 from apexrl.run.build import load_content, usable_device
 
@@ -47,6 +47,8 @@ class Input(NamedTuple):
     dtype: np.dtype[Any]
     num_frames: int = 1
     """Frames that it holds one after another, the oldest first; where there are several, one can be given alone."""
+    source: gym.Space[Any] | None = None
+    """Space of what the environment gives, where that is encoded."""
 
 
 def load_policy(path: str | Path, *, device: torch.device | str = "cpu", allow_imports: bool = False) -> LoadedPolicy:
@@ -133,7 +135,7 @@ class LoadedPolicy:
             discrete actions.
 
         Raises:
-            ObservationError: names the group, and the shape that it must have.
+            ObservationError: names the group, and the shape that it must have or the value that it cannot have.
         """
         tensors, is_single = self._read(obs)
         if self._remembers:
@@ -201,7 +203,8 @@ class LoadedPolicy:
                     found = sorted(map(str, obs.keys())) if hasattr(obs, "keys") else type(obs).__name__
                     raise _refused(entry, f"an observation without it: {found}") from None
         if isinstance(value, Tensor):
-            value = value.detach().cpu().numpy()
+            # NumPy has no bfloat16.
+            value = (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
         elif entry.path == INSTRUCTION_KEY and not isinstance(value, np.ndarray):
             value = _encoded(value)
         try:
@@ -211,7 +214,18 @@ class LoadedPolicy:
         if array.dtype.kind not in ("iub" if entry.dtype == np.uint8 else "fiub"):
             what = f"{array.dtype} of shape {list(array.shape)}" if array.dtype.kind != "O" else type(value).__name__
             raise _refused(entry, what)
-        return array.astype(entry.dtype, order="C")
+        if entry.source is not None:
+            array = _encoded_rows(entry, entry.source, array)
+        if entry.dtype.kind != "f":
+            return array.astype(entry.dtype, order="C")
+        with np.errstate(over="ignore"):  # beyond the type is infinite, and refused
+            numbers = array.astype(entry.dtype, order="C")
+        if not np.isfinite(numbers).all():
+            index = tuple(np.argwhere(~np.isfinite(numbers))[0].tolist())
+            raise ObservationError(
+                f"predict needs finite numbers of {entry.dtype} in {_name(entry)}, got {array[index]} at {list(index)}."
+            )
+        return numbers
 
     def _with_past_frames(self, entry: Input, array: NDArray[Any]) -> tuple[NDArray[Any], bool]:
         """Return windows ``[N, F * size]`` that end with the frames that were given, or refuse what is none."""
@@ -227,10 +241,42 @@ class LoadedPolicy:
 
 def _refused(entry: Input, given: str) -> ObservationError:
     """Name what a policy needs and what it got."""
-    name = "the observation" if entry.path == OBSERVATION else f"observation group '{entry.path}'"
     shape = ", ".join(map(str, entry.shape))
     batch = f"[N, {shape}]" if shape else "[N]"
-    return ObservationError(f"predict needs {name} as {entry.dtype} of shape [{shape}] or {batch}, got {given}.")
+    source = f"{entry.source}, or encoded as " if entry.source is not None else ""
+    return ObservationError(
+        f"predict needs {_name(entry)} as {source}{entry.dtype} of shape [{shape}] or {batch}, got {given}."
+    )
+
+
+def _name(entry: Input) -> str:
+    return "the observation" if entry.path == OBSERVATION else f"observation group '{entry.path}'"
+
+
+def _encoded_rows(entry: Input, source: gym.Space[Any], array: NDArray[Any]) -> NDArray[Any]:
+    """Encode what the environment gives as its adapter does; what is encoded already stays as it is.
+
+    Integers in the shape of a discrete space, or of a batch of it, are values of it, not one-hot vectors.
+    """
+    shape = source.shape or ()
+    is_single = array.shape == shape
+    if not is_single and (array.ndim != len(shape) + 1 or array.shape[1:] != shape):
+        return array
+    if isinstance(source, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
+        if array.dtype.kind not in "iu":
+            return array
+        start, sizes = choices(source)
+        array = array.astype(np.int64)
+        values = array.reshape(-1, len(sizes))
+        outside = (values < start) | (values >= start + sizes)
+        if outside.any():
+            raise _refused(entry, f"{values[outside][0]}")
+    elif array.shape == entry.shape:
+        return array
+    rows, write = np.zeros((1 if is_single else len(array), *entry.shape), array.dtype), writer(source)
+    for row, value in zip(rows, array[None] if is_single else array, strict=True):
+        write(row, value)
+    return rows[0] if is_single else rows
 
 
 def _encoded(value: Any) -> Any:
@@ -250,7 +296,10 @@ def of_policy(policy: Policy, spaces: Spaces) -> LoadedPolicy:
     boxes, device = leaf_spaces(spaces.observation_space), policy.device
     example = _example(spaces.observation_space, device)
     model = DeployedPolicy(policy, spaces.action_space, example).to(device)
-    inputs = [Input(path, boxes[path].shape, boxes[path].dtype, num_frames(path, policy)) for path in model.paths]
+    inputs = [
+        Input(path, box.shape, box.dtype, num_frames(path, policy), getattr(box, "source", None))
+        for path, box in ((path, boxes[path]) for path in model.paths)
+    ]
     tensors = [torch.zeros(1, *entry.shape, dtype=_dtype(entry.dtype), device=device) for entry in inputs]
     memory = model.state_names
     flat = _flat(model, [*tensors, *policy.initial_memory(1).values()])
@@ -340,9 +389,10 @@ def _load_exported(path: Path) -> LoadedPolicy:
     try:
         entries = [(entry, tuple(entry["shape"][1:])) for entry in card["inputs"]]
         inputs = [
-            Input(entry["name"], shape, np.dtype(entry["dtype"]), entry["frames"])
+            Input(entry["name"], shape, np.dtype(entry["dtype"]), entry["frames"], source and space_from_plain(source))
             for entry, shape in entries
             if "group" in entry
+            for source in [entry.get("space")]
         ]
         memory = {entry["name"]: shape for entry, shape in entries if "group" not in entry}
         action_space = space_from_plain(card["outputs"][0]["space"])

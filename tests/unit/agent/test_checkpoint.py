@@ -179,8 +179,15 @@ def test_numbered_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_checkpoints_is_named(tmp_path: Path) -> None:
-    with refused(CheckpointError, tmp_path / "none"):
+    with refused(CheckpointError, tmp_path / "none", "not a run directory"):
         checkpoint.latest(tmp_path / "none")
+    (tmp_path / "policy.json").touch()
+    with refused(CheckpointError, tmp_path, "load_policy"):
+        checkpoint.latest(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    for directory in (tmp_path, tmp_path / "checkpoints"):
+        with refused(CheckpointError, directory, "no checkpoint"):
+            checkpoint.latest(directory)
 
 
 def test_weights_that_do_not_fit_are_named_and_change_nothing() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,15 @@ from tests.point_suite import PointSuite
 from tests.refusals import refused
 from tests.short_runs import saved_run
 
-from apexrl import PPO, MLPActor, OnPolicyRunner, PPOConfig, VLAPolicy, load_policy, make_env
+from apexrl import PPO, GymVecEnv, MLPActor, OnPolicyRunner, PPOConfig, VLAPolicy, load_policy, make_env
 from apexrl.core import plugins
 from apexrl.core.errors import ApexRLError, CheckpointError, ConfigError, ObservationError
 from apexrl.core.instructions import encode_instruction
 from apexrl.core.spaces import space_from_plain, space_to_plain
-from apexrl.deploy.export import export_policy
+from apexrl.deploy.export import export_policy, write_policy
 from apexrl.envs import VecEnv
 from apexrl.envs.suites.env import SuiteVecEnv
-from apexrl.envs.workers.arrays import decoder
+from apexrl.envs.workers.arrays import decoder, flat_space
 from apexrl.policies import Policy
 from apexrl.rollout import initial_state, make_actor, rollout
 from apexrl.run.trained_policy import load_trained
@@ -275,6 +277,10 @@ CAMERA, JOINTS, GRIPPER = np.zeros((16, 16, 3), np.uint8), np.zeros(2), np.zeros
             ["robot.gripper", "[3, 1]", "2 observations"],
         ),
         ("onnx of multi-discrete", np.zeros(2), ["observation", "[3]", "[2]"]),
+        ("mlp", np.where(np.arange(13) > 4, np.nan, 0.0), ["the observation", "nan", "[5]"]),
+        ("mlp", torch.full((2, 13), -torch.inf), ["the observation", "-inf", "[0, 0]"]),
+        ("mlp", np.full(13, 1e300), ["the observation", "1e+300", "[0]"]),
+        ("asymmetric", {"camera": CAMERA, "robot": {"gripper": GRIPPER * np.nan, "joints": JOINTS}}, ["robot.gripper"]),
     ],
 )
 def test_a_wrong_observation_is_one_line(
@@ -286,6 +292,75 @@ def test_a_wrong_observation_is_one_line(
     message = str(caught.value)
     assert "\n" not in message
     assert [name for name in named if name not in message] == [], message
+
+
+class Observing(gym.Env[Any, Any]):
+    """Samples observations of a space."""
+
+    action_space = gym.spaces.Box(-1.0, 1.0, (2,))
+
+    def __init__(self, space: gym.Space[Any]) -> None:
+        self.observation_space = space
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+
+NATIVE = {
+    "discrete": gym.spaces.Discrete(5, start=-1),
+    "multi-discrete": gym.spaces.MultiDiscrete([2, 3]),
+    "scalar": gym.spaces.Box(-1.0, 1.0, ()),
+    "tuple": gym.spaces.Tuple((gym.spaces.Discrete(3), gym.spaces.Box(-1.0, 1.0, ()))),
+}
+
+
+def stacked(observations: Any) -> Any:
+    """Return a batch of observations as Gymnasium gives it."""
+    if isinstance(observations[0], tuple):
+        return tuple(stacked(part) for part in zip(*observations, strict=True))
+    return np.stack(observations)
+
+
+@pytest.mark.parametrize("kind", NATIVE)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_observations_are_what_the_environment_of_gymnasium_gives(kind: str, num_workers: int, tmp_path: Path) -> None:
+    space = NATIVE[kind]
+    make_fns = [partial(Observing, space)] * 6
+    with contextlib.closing(GymVecEnv(make_fns, num_workers=num_workers)) as env:
+        runner = OnPolicyRunner(env, cfg=PPOConfig(num_steps=8), device="cpu")
+        path, seeds = runner.save_checkpoint(tmp_path / "model.pt"), range(6)
+        if not num_workers:
+            write_policy(runner.policy, env, tmp_path / "exported", ["torchscript"])
+        encoded = as_arrays(env.reset_each(seeds))
+    native = [Observing(space).reset(seed=seed)[0] for seed in seeds]
+    for file in (path, *([] if num_workers else [tmp_path / "exported"])):
+        policy = load_policy(file)
+        wanted = policy.predict(encoded)
+        assert wanted.std() > 1e-4
+        np.testing.assert_array_equal(policy.predict(stacked(native)), wanted)
+        for obs, action in zip(native, wanted, strict=True):
+            np.testing.assert_allclose(policy.predict(obs), action, atol=1e-6)
+
+
+def test_a_value_outside_a_discrete_space_is_refused_and_one_hot_vectors_are_taken(tmp_path: Path) -> None:
+    env = GymVecEnv([partial(Observing, NATIVE["discrete"])])
+    policy = load_policy(OnPolicyRunner(env, cfg=PPOConfig(num_steps=8)).save_checkpoint(tmp_path / "model.pt"))
+    for obs in (4, -2, np.array([0, 4])):
+        with refused(ObservationError, "Discrete(5, start=-1)"):
+            policy.predict(obs)
+    np.testing.assert_array_equal(policy.predict(np.eye(5)[2]), policy.predict(1))
+    assert policy.predict(np.array([0, 0, 1, 0, 0])).shape == (5, 2)
+
+
+def test_a_tensor_of_half_precision_is_taken(trained: Callable[[str], Trained]) -> None:
+    policy = load_policy(trained("mlp").path)
+    obs = torch.linspace(-1, 1, 13).bfloat16()
+    np.testing.assert_array_equal(policy.predict(obs), policy.predict(obs.float().numpy()))
 
 
 def test_an_exported_policy_is_loaded_from_each_of_its_files(trained: Callable[[str], Trained], tmp_path: Path) -> None:
@@ -364,6 +439,7 @@ def test_no_simulator_is_imported(trained: Callable[[str], Trained]) -> None:
         gym.spaces.Discrete(3, start=-1),
         gym.spaces.MultiDiscrete(np.array([[2, 3], [4, 5]]), start=np.array([[0, 1], [2, 3]])),
         gym.spaces.MultiBinary((2, 3)),
+        flat_space(gym.spaces.Discrete(3, start=-1)),
         gym.spaces.Dict({"b": gym.spaces.Box(0, 1, (1,)), "a": gym.spaces.Dict({"c": gym.spaces.Box(0, 1, (2,))})}),
     ],
     ids=str,
@@ -372,5 +448,6 @@ def test_a_space_comes_back_from_plain_values(space: gym.Space[Any]) -> None:
     back = space_from_plain(json.loads(json.dumps(space_to_plain(space), allow_nan=False)))
     assert back == space
     assert back.dtype == space.dtype
+    assert getattr(back, "source", None) == getattr(space, "source", None)
     if isinstance(back, gym.spaces.Dict) and isinstance(space, gym.spaces.Dict):
         assert list(back.spaces) == list(space.spaces)

@@ -12,6 +12,8 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from apexrl.core.spaces import EncodedBox
+
 Array: TypeAlias = NDArray[Any]
 Tree: TypeAlias = Any
 """An array, or a dictionary of trees."""
@@ -36,7 +38,8 @@ def flat_space(space: spaces.Space[Any]) -> spaces.Box | spaces.Dict:
 
     Box becomes float32 (images, that is uint8 with two or more dimensions, stay uint8; a Box without
     dimensions gets one), Discrete a one-hot vector, MultiDiscrete the concatenation of its one-hot vectors,
-    MultiBinary float32, Dict a Dict, and Tuple a Dict with the keys ``"0"``, ``"1"``, ….
+    MultiBinary float32, Dict a Dict, and Tuple a Dict with the keys ``"0"``, ``"1"``, …. A Box of another shape than
+    the observations knows their space: ``EncodedBox``.
     """
     match space:
         case spaces.Box(dtype=np.uint8) if len(space.shape) >= 2:
@@ -44,11 +47,10 @@ def flat_space(space: spaces.Space[Any]) -> spaces.Box | spaces.Dict:
         case spaces.Box():
             with np.errstate(over="ignore"):  # float64 bounds beyond float32 become infinite
                 low, high = (np.atleast_1d(bound).astype(np.float32) for bound in (space.low, space.high))
-            return spaces.Box(low, high, dtype=np.float32)
-        case spaces.Discrete():
-            return spaces.Box(0.0, 1.0, (int(space.n),))
-        case spaces.MultiDiscrete():
-            return spaces.Box(0.0, 1.0, (int(space.nvec.sum()),))
+            return spaces.Box(low, high, dtype=np.float32) if space.shape else EncodedBox(space, low, high)
+        case spaces.Discrete() | spaces.MultiDiscrete():
+            ones = np.ones(choices(space)[1].sum(), np.float32)
+            return EncodedBox(space, 0 * ones, ones)
         case spaces.MultiBinary():
             return spaces.Box(0.0, 1.0, space.shape)
         case spaces.Dict():
@@ -57,6 +59,11 @@ def flat_space(space: spaces.Space[Any]) -> spaces.Box | spaces.Dict:
             return spaces.Dict({str(i): flat_space(part) for i, part in enumerate(space.spaces)})
     supported = "Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple of these are; wrap the environment"
     raise TypeError(f"Observation space {space} is not supported; {supported}.")
+
+
+def choices(space: spaces.Discrete | spaces.MultiDiscrete) -> tuple[Array, Array]:
+    """Return the least value of every choice, and how many values it has."""
+    return np.ravel(space.start), np.ravel(space.n if isinstance(space, spaces.Discrete) else space.nvec)
 
 
 def writer(space: spaces.Space[Any]) -> Callable[[Tree, Any], None]:
@@ -75,8 +82,8 @@ def writer(space: spaces.Space[Any]) -> Callable[[Tree, Any], None]:
 
     match space:
         case spaces.Discrete() | spaces.MultiDiscrete():
-            sizes = np.ravel(space.n if isinstance(space, spaces.Discrete) else space.nvec)
-            first = np.cumsum(sizes) - sizes - np.ravel(space.start)
+            start, sizes = choices(space)
+            first = np.cumsum(sizes) - sizes - start
             return write_one_hot
         case spaces.Dict() | spaces.Tuple():
             named: Any = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
