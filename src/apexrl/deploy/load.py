@@ -24,7 +24,7 @@ from apexrl.core.spaces import space_from_plain
 from apexrl.core.types import ACTION, INSTRUCTION_KEY, OBSERVATION, Observation
 from apexrl.deploy.card import num_frames
 from apexrl.deploy.model import CARD, CARD_FORMAT, FILES, READERS, DeployedPolicy, Model, as_model, traced
-from apexrl.envs.workers.arrays import choices, decoder, writer
+from apexrl.envs.workers.arrays import choice_ranges, decoder, writer
 from apexrl.policies import Policy
 from apexrl.run.build import load_content, usable_device
 
@@ -265,7 +265,7 @@ def _encoded_rows(entry: Input, source: gym.Space[Any], array: NDArray[Any]) -> 
     if isinstance(source, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
         if array.dtype.kind not in "iu":
             return array
-        start, sizes = choices(source)
+        start, sizes = choice_ranges(source)
         array = array.astype(np.int64)
         values = array.reshape(-1, len(sizes))
         outside = (values < start) | (values >= start + sizes)

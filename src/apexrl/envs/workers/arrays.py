@@ -49,7 +49,7 @@ def flat_space(space: spaces.Space[Any]) -> spaces.Box | spaces.Dict:
                 low, high = (np.atleast_1d(bound).astype(np.float32) for bound in (space.low, space.high))
             return spaces.Box(low, high, dtype=np.float32) if space.shape else EncodedBox(space, low, high)
         case spaces.Discrete() | spaces.MultiDiscrete():
-            ones = np.ones(choices(space)[1].sum(), np.float32)
+            ones = np.ones(choice_ranges(space)[1].sum(), np.float32)
             return EncodedBox(space, 0 * ones, ones)
         case spaces.MultiBinary():
             return spaces.Box(0.0, 1.0, space.shape)
@@ -61,7 +61,7 @@ def flat_space(space: spaces.Space[Any]) -> spaces.Box | spaces.Dict:
     raise TypeError(f"Observation space {space} is not supported; {supported}.")
 
 
-def choices(space: spaces.Discrete | spaces.MultiDiscrete) -> tuple[Array, Array]:
+def choice_ranges(space: spaces.Discrete | spaces.MultiDiscrete) -> tuple[Array, Array]:
     """Return the least value of every choice, and how many values it has."""
     return np.ravel(space.start), np.ravel(space.n if isinstance(space, spaces.Discrete) else space.nvec)
 
@@ -82,7 +82,7 @@ def writer(space: spaces.Space[Any]) -> Callable[[Tree, Any], None]:
 
     match space:
         case spaces.Discrete() | spaces.MultiDiscrete():
-            start, sizes = choices(space)
+            start, sizes = choice_ranges(space)
             first = np.cumsum(sizes) - sizes - start
             return write_one_hot
         case spaces.Dict() | spaces.Tuple():
