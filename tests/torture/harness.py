@@ -174,7 +174,7 @@ class TinyRun:
     def arguments(self, run_dir: Path, **more: str) -> list[str]:
         """Return the command that begins it, or goes on with it where it has begun."""
         if (run_dir / "config.yaml").exists():
-            return ["train", "--resume", str(run_dir)]
+            return ["train", "--resume", str(run_dir), "--allow-imports"]  # some environments are modules of the tests
         values = {**self.values, **{name.replace("__", "."): value for name, value in more.items()}}
         return ["train", self.source, "--run-dir", str(run_dir), *options(values)]
 

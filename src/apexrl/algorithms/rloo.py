@@ -400,8 +400,8 @@ class RLOO(BaseAlgorithm):
         if is_stale:
             samples[ADVANTAGE] *= (samples[SAMPLE_LOG_PROB] - stored).exp().clamp(max=MAX_BEHAVIOUR_WEIGHT)
         if VALID_STEPS in samples:
-            assert isinstance(self.policy, VLAPolicy)
-            rows = (samples[VALID_STEPS] < self.policy.chunk).squeeze(-1).nonzero().squeeze(-1)
+            chunked: Any = self.policy
+            rows = (samples[VALID_STEPS] < chunked.chunk).squeeze(-1).nonzero().squeeze(-1)
             if len(rows):
                 samples[SAMPLE_LOG_PROB][rows] = self._log_probs(loss, samples[rows])
 

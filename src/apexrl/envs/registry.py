@@ -122,9 +122,10 @@ def make_env(
 
 def _makes_several(maker: Callable[..., Any]) -> bool:
     """Whether a class or a function makes a ``VecEnv``, not one environment of Gymnasium."""
-    if isinstance(maker, type) and issubclass(maker, VecEnv | gym.Env):
-        return issubclass(maker, VecEnv)
-    return "num_envs" in inspect.signature(maker).parameters
+    if inspect.isclass(maker) and issubclass(maker, VecEnv):
+        return True
+    is_one = inspect.isclass(maker) and issubclass(maker, gym.Env)
+    return not is_one and "num_envs" in inspect.signature(maker).parameters
 
 
 def _is_known_to_mujoco(id: str, options: Mapping[str, Any]) -> bool:
