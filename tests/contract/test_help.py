@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.doc_files import write_files
 
 import apexrl
 from apexrl.cli.help import COMMON
@@ -207,3 +208,49 @@ def test_a_finished_run_says_so_and_how_to_extend_it(tmp_path: Path, capsys: pyt
     said = error_of(["train", "--resume", run_dir, "--algo.learning_rate", "0.1"], capsys)
     assert "--training.init_from" in said
     assert "--algo.learning_rate 0.1" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "not_said"),
+    [
+        (["--policy.hidden_dims", "[64,64"], '"[64,64]"', "shell"),
+        (["--policy.hidden_dims", "[64,", "64]"], '"[64, 64]"', "closing"),
+        (["--policy.hidden_dims", "64,64"], '"[64, 64]"', "shell"),
+        (["--nosuch", "3"], "--help-all", "--jobs"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_or_option_is_answered_with_what_to_write(
+    words: list[str], said: str, not_said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = error_of(["train", *words], capsys)
+    assert said in error
+    assert not_said not in error
+
+
+def test_the_help_of_an_algorithm_of_a_user_has_all_its_fields_with_their_sentences(
+    tmp_path: Path,
+) -> None:
+    write_files(tmp_path)
+    call = [
+        sys.executable,
+        "-m",
+        "apexrl.cli",
+        "train",
+        "--task.id",
+        "my_envs:Reach",
+        "--algo",
+        "my_algos:A2C",
+        "--help",
+    ]
+    shown = subprocess.run(
+        call,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(apexrl.__file__).parents[1])},
+    )
+    assert re.search(r"--algo.max_grad_norm 0.5 +Gradients are scaled down to this norm\. ", shown.stdout)
+    assert shown.stdout.rstrip().endswith(
+        "'apexrl train --task.id my_envs:Reach --algo my_algos:A2C --help-all' lists all."
+    )

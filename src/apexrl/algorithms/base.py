@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
+from pydantic import ConfigDict
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -43,6 +44,7 @@ Source = Literal["steps", "groups", "demonstrations"]
 class AlgorithmConfig:
     """What a run asks of the options of any algorithm, besides their fields."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(use_attribute_docstrings=True)
     name: str = ""
     """The algorithm."""
     # Without annotations: no fields here, though a subclass may make them such.

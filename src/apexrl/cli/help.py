@@ -34,8 +34,11 @@ _CHOICES: dict[str, Callable[[], list[str]]] = {
 """Fields that name what users may bring along, and what they may name besides."""
 
 
-def train_help(usage: str, source: str | None, overrides: Overrides, everything: bool) -> str:
-    """Return the help of ``apexrl train`` for a preset or file: the common options and what it sets, or all."""
+def train_help(usage: str, source: str | None, overrides: Overrides, everything: bool, command: str) -> str:
+    """Return the help of ``apexrl train`` for a preset or file: the common options and what it sets, or all.
+
+    The last line says how to list all with ``command``, what the user typed.
+    """
     note = f"Values of {source}."
     if source is None:
         source, note = default_source(overrides)
@@ -44,21 +47,23 @@ def train_help(usage: str, source: str | None, overrides: Overrides, everything:
     lines = [usage.rstrip(), "", f"{note} Change one with --section.field VALUE:"]
     if everything:
         for section, classes in CONFIG_SECTIONS.items():
-            for cls in classes:
+            own = getattr(config, section)
+            for cls in dict.fromkeys((*classes, type(own))):
                 if len(classes) > 1:
-                    lines.append(f"{SECTION_CHOICES[cls]}:")
-                own = getattr(config, section)
+                    lines.append(f"{SECTION_CHOICES.get(cls, f'with --algo.name {config.algo.name}')}:")
                 lines += _lines(section, own if type(own) is cls else cls(), [entry.name for entry in fields(cls)])
         return "\n".join(lines)
     shown = [f"{section}.{name}" for section in CONFIG_SECTIONS for name in chosen.get(section) or {}]
     shown += [name for name, _ in overrides]
     known = [f"{section}.{entry.name}" for section in CONFIG_SECTIONS for entry in fields(getattr(config, section))]
+    if type(config.algo) not in CONFIG_SECTIONS["algo"]:
+        shown += [f"algo.{entry.name}" for entry in fields(config.algo)]
     common = (path for path in COMMON.split() if path in known and path not in shown)
     shown += itertools.islice(common, max(0, MAX_OPTIONS - len(shown)))
     for section in CONFIG_SECTIONS:
         own = getattr(config, section)
         lines += _lines(section, own, [entry.name for entry in fields(own) if f"{section}.{entry.name}" in shown])
-    return "\n".join([*lines, f"These are the common options; 'apexrl train {source or ''} --help-all' lists all."])
+    return "\n".join([*lines, f"These are the common options; '{command} --help-all' lists all."])
 
 
 def _lines(section: str, values: Any, names: Iterable[str]) -> Iterator[str]:

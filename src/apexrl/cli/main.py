@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -110,6 +111,7 @@ def _run_command(words: list[str]) -> int:
         raise ConfigError(
             f"Unknown command '{words[0]}'; commands are {', '.join(children)}.{did_you_mean(words[0], children)}"
         )
+    command = shlex.join(["apexrl", *(word for word in words if word not in ("-h", "--help"))])
     # Before argparse, which would take the value of an option that it does not know for the preset.
     overrides, words = _split_overrides(words)
     options, rest = parser.parse_known_args(words)
@@ -130,7 +132,7 @@ def _run_command(words: list[str]) -> int:
         from apexrl.cli.help import train_help
 
         source = options.config_path or options.preset
-        print(train_help(children["train"].format_help(), source, overrides, options.help_all))
+        print(train_help(children["train"].format_help(), source, overrides, options.help_all, command))
         return 0
     module, _, function = options.run.partition(".")
     run: Command = getattr(import_module(f"apexrl.cli.{module}"), function)
@@ -187,8 +189,11 @@ def _split_overrides(words: list[str]) -> tuple[Overrides, list[str]]:
             if value.startswith("--"):
                 raise ConfigError(f"Option '{name}' needs a value.")
         if value[:1] in _CLOSING and _CLOSING[value[0]] not in value:
-            parts = [value, *itertools.takewhile(lambda word: not word.startswith("--"), remaining)]
-            raise ConfigError(f'The shell has split the value of {name}; quote it: {name} "{" ".join(parts)}"')
+            closing = _CLOSING[value[0]]
+            whole = " ".join([value, *itertools.takewhile(lambda word: not word.startswith("--"), remaining)])
+            if closing in whole:
+                raise ConfigError(f'The shell has split the value of {name}; quote it: {name} "{whole}"')
+            raise ConfigError(f'{name} has no closing bracket, got {value}; write {name} "{value}{closing}"')
         overrides.append((name[2:], value))
     return overrides, others
 
@@ -203,4 +208,4 @@ def _unknown(word: str, command: str) -> str:
 
         own = ["run-dir", "resume", "config_path", "seeds", "jobs", "help-all", "import", "allow-imports"]
         hint = sources.nearest_option(name.lstrip("-"), own + field_paths())
-    return f"Unknown option '{name}'.{hint} 'apexrl {command} --help' lists all."
+    return f"Unknown option '{name}'.{hint} 'apexrl {command} --help{'-all' if command == 'train' else ''}' lists all."

@@ -63,5 +63,5 @@ def sentences(*parts: object) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the nearest known name, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.65)
     return f" Did you mean '{close[0]}'?" if close else ""

@@ -6,10 +6,11 @@ with the sentence of its help below. A problem is a ``ConfigError`` of one line 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field, fields
+from dataclasses import field, fields, is_dataclass
 from typing import (
     Annotated,
     Any,
@@ -22,7 +23,16 @@ from typing import (
     get_type_hints,
 )
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PydanticUserError,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
@@ -99,7 +109,12 @@ def field_help(cls: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for parent in reversed(cls.__mro__):
         own: Mapping[str, FieldInfo] = parent.__dict__.get("__pydantic_fields__", {})
-        found |= {name: " ".join(entry.description.split()) for name, entry in own.items() if entry.description}
+        texts = {name: entry.description for name, entry in own.items()}
+        if not own and is_dataclass(parent):
+            with contextlib.suppress(PydanticUserError):  # a type that no schema describes
+                properties = TypeAdapter(parent).json_schema()["properties"]
+                texts = {name: entry.get("description") for name, entry in properties.items()}
+        found |= {name: " ".join(text.split()) for name, text in texts.items() if text}
     return found
 
 
@@ -157,6 +172,8 @@ def _problems(section: str, cls: Any, values: Mapping[str, Any], error: Validati
             given, hint = entry["input"], ""
             if isinstance(given, str):
                 hint = did_you_mean(given, [choice for choice in choices(kinds[name]) if isinstance(choice, str)])
+            if given == values[name] and isinstance(given, str | int) and rule(kinds[name]).startswith("a list"):
+                hint = f' Write "[{", ".join(str(given).replace(",", " ").split())}]".'
             value = list(values[name]) if isinstance(values[name], tuple) else values[name]
             lines[name] = f"{prefix}{name} must be {rule(kinds[name])}, got {value!r}.{hint}"
     return list(lines.values())

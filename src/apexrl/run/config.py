@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -131,7 +132,14 @@ def make_config(raw: Mapping[str, Any]) -> Config:
     """
     problems: list[str] = []
     sections: dict[str, Any] = {}
-    for name, values in import_modules(raw).items():
+    given = import_modules(raw)
+    algo, policy = (given.get(name) or {} for name in ("algo", "policy"))
+    if isinstance(algo, dict) and isinstance(policy, dict) and "kind" not in policy:
+        with contextlib.suppress(ConfigError):  # it is said below
+            kinds = algorithm_class(algo.get("name", "ppo")).policies
+            if PolicyConfig.kind not in kinds:
+                given["policy"] = {"kind": next(iter(kinds)), **policy}
+    for name, values in given.items():
         if name not in CONFIG_SECTIONS:
             problems.append(
                 f"Unknown section '{name}'; sections are {', '.join(CONFIG_SECTIONS)}."

@@ -153,6 +153,12 @@ def test_a_field_of_text_takes_what_is_typed(text: str, value: str) -> None:
     assert load_config(None, [("task.id", text)]).task.id == value
 
 
+def test_the_kind_of_policy_is_the_algorithms_own_where_none_is_given() -> None:
+    assert load_config(None, [("task.id", "payload"), ("algo.name", "ppo_roa")]).policy.kind == "roa"
+    with refused(ConfigError, "policy.kind", "mlp"):
+        load_config(None, [("algo.name", "ppo_roa"), ("policy.kind", "mlp")])
+
+
 # What is refused
 
 
