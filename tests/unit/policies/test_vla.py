@@ -89,13 +89,14 @@ def test_a_stored_chunk_gets_its_log_probability_again(
     assert output["action"].shape == (*leading, CHUNK * NUM_ACTIONS)
     assert set(output) == {"action", "sample_log_prob", *policy.extra_keys}
     evaluation = policy.evaluate(TensorDict({"observation": obs, **output}, batch_size=list(leading)))
-    torch.testing.assert_close(evaluation.log_prob, output["sample_log_prob"], rtol=1e-5, atol=1e-5)
+    # A sum of many terms of both signs: its rounding is that of the terms.
+    torch.testing.assert_close(evaluation.log_prob, output["sample_log_prob"], rtol=1e-5, atol=1e-4)
     assert evaluation.log_prob.shape == evaluation.entropy.shape == evaluation.value.shape == (*leading, 1)
     # A minibatch of other size and order gives the same numbers.
     flat = {name: value.flatten(0, len(leading) - 1)[1:3] for name, value in output.items()}
     some = policy.evaluate({"observation": obs.reshape(-1)[1:3], **flat})
     expected = output["sample_log_prob"].reshape(-1, 1)[1:3]
-    torch.testing.assert_close(some.log_prob, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(some.log_prob, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("head", HEADS)
