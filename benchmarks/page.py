@@ -40,6 +40,7 @@ COMMANDS = {
 IMAGES = {"ppo_modes": "modes", "profile_iteration": "profile"}
 """Of records whose image has another name."""
 NOTES = {
+    "first_robot": "Beside other work on the two cores, but for seed 6, which took 114 s.",
     "ppo_cpu": "Ratios are to Stable-Baselines3 on the same task; with 64 environments to the environment alone.",
     "ppo_gpu": "Seconds are those of an iteration; parity is the largest difference of a weight to eager after 10.",
     "profile_iteration": "Seconds of one iteration.",
